@@ -27,6 +27,21 @@ REPLICATE = "_replicate_for_data_parallel"
 """The method by which `nn.DataParallel` copies a module for another GPU."""
 OWN_SDPA: Any = torch._C._nn.scaled_dot_product_attention
 """What `F.scaled_dot_product_attention` is, unless somebody replaced it."""
+
+
+def _default_eps(dtype: torch.dtype) -> float:
+    """What `F.rms_norm` adds to the variance where it is given no eps: that of the type, or of float32, in which it
+    computes (PyTorch 2.13). Both are powers of two far apart.
+    """
+    own, wide = torch.finfo(dtype).eps, torch.finfo(torch.float32).eps
+    x = torch.full((1, 8), 1e-3, dtype=dtype, device="cpu")
+    normed = F.rms_norm(x, (8,))
+    added = float(x[0, 0] / normed[0, 0]) ** 2 - float(x[0, 0]) ** 2
+    return wide if added < (own * wide) ** 0.5 else own
+
+
+DEFAULT_EPS = {t: _default_eps(t) for t in (torch.bfloat16, torch.float16)}
+"""The eps of PyTorch's RMSNorm in half precision, as measured."""
 _LAYERS_CALL = (
     *("linear", "layer_norm", "rms_norm", "dropout", "relu", "gelu", "silu"),
     *("softmax", "multi_head_attention_forward"),

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ckptfused.checks import is_dtensor
 from ckptfused.compat.torch_dispatch import is_traceable_wrapper_subclass
-from ckptfused.compat.torch_modules import is_packed
+from ckptfused.compat.torch_modules import DEFAULT_EPS, is_packed
 from ckptfused.compat.transformers import CONV1D
 from ckptfused.layer.activations import activation_kind
 from ckptfused.layer.hooks import watched
@@ -139,6 +139,8 @@ def norm_of_class(module: nn.Module, width: int, dtype: torch.dtype, name: str =
 def _eps(eps: float | None, dtype: torch.dtype) -> float:
     if eps is not None:
         return eps
+    if dtype in DEFAULT_EPS:
+        return DEFAULT_EPS[dtype]
     return torch.finfo(dtype).eps if dtype.is_floating_point else 0.0  # of another type is no x that a block takes
 
 

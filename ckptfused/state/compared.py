@@ -52,6 +52,40 @@ class Apart:
     __hash__ = None  # type: ignore[assignment]
 
 
+class SlotValues:
+    """What the `__slots__` of an object hold, as the right side of a comparison."""
+
+    __slots__ = ("_names", "_value")
+
+    def __init__(self, value: Any, names: tuple[str, ...]) -> None:
+        self._value, self._names = value, names
+
+    def held(self) -> dict[str, Any]:
+        """The values by name, of those that are set."""
+        return {name: getattr(self._value, name) for name in self._names if hasattr(self._value, name)}
+
+    def __eq__(self, was: object) -> bool:
+        return was == self.held()
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Cell:
+    """A cell of a closure, which has its value under any name."""
+
+    __slots__ = ("_cell",)
+
+    def __init__(self, cell: Any) -> None:
+        self._cell = cell
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """What is in it, or the default where nothing is yet."""
+        try:
+            return self._cell.cell_contents
+        except ValueError:
+            return default
+
+
 class ClassAttributes:
     """Attributes of a class and how many it has, for comparing."""
 

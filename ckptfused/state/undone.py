@@ -80,7 +80,7 @@ def without_trace(module: nn.Module, refuse: bool = False) -> Iterator[list[str]
             if not same_content(before, content):
                 left.append(f"a {type(one).__name__}")
         for kind, attributes in classes:
-            for name in vars(kind).keys() - attributes.keys():
+            for name in vars(kind).keys() - attributes.keys() - {"__slotnames__"}:  # which `copy` looks up once
                 left.append(f"{kind.__name__}.{name}")
                 delattr(kind, name)
             for name, value in attributes.items():

@@ -75,7 +75,7 @@ ActivationShape activation_shape(const char* op, const at::Tensor& u, const Opti
 void* coefficient_sums_output(const char* op, const OptionalTensor& sums, const at::Tensor& u,
                               const ActivationShape& a) {
   if (!given(sums)) return nullptr;
-  TORCH_CHECK(a.coefficients != nullptr, op, ": sums: expected none without coefficients");
+  TORCH_CHECK(a.act == Activation::xielu, op, ": sums: expected none without coefficients");
   check_tensor(op, "sums", *sums, {coefficient_sums(u.size(0), a.cols), kCoefficients},
                acc_dtype(u.scalar_type()), u.device());
   return sums->mutable_data_ptr();

@@ -232,6 +232,9 @@ def test_an_allocators_history() -> None:
 
 def test_modules() -> None:
     made, module = torch_modules, nn.Linear(2, 2)
+    for dtype, eps in made.DEFAULT_EPS.items():
+        x = torch.full((2, 8), 3e-4, dtype=dtype)
+        torch.testing.assert_close(nn.functional.rms_norm(x, (8,)), nn.functional.rms_norm(x, (8,), eps=eps))
     assert list(made.global_hooks()) == [] and not made.forward_hooks(module) and not made.forward_pre_hooks(module)
     with nn.modules.module.register_module_forward_hook(lambda *_: None):
         assert len(list(made.global_hooks())) == 1

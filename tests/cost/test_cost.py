@@ -47,6 +47,7 @@ CASES = {
     "llama-one-token": replace(LLAMA, weights="joint", drop="all", rope="half-wide", tokens=1),
     "post": Case(layout="post", act="gelu", bias="all", drop="res", transposed=True, tokens=33),
     "sandwich": replace(LLAMA, layout="sandwich", norm="gemma", qk_norm="gemma", softcap=5.0, act="geglu_tanh"),
+    "coefficients": Case(layout="mlp", act="xielu", drop="hidden", tokens=130, batch=2, scratch=1),
     "pre+out": Case(layout="pre+out", act="relu2", qk_norm="layernorm", rope="interleaved-batch", tokens=33),
     "parallel": replace(LLAMA, layout="parallel", norm="layernorm", bias="all"),
     "shared": replace(LLAMA, layout="shared", drop="res", bias="qkv"),

@@ -28,8 +28,11 @@ from ckptfused.ops.numerics import Modes
 
 IN_SHARDS = "its weights are in shards"
 """Why nothing is derived of a layer whose weights FSDP1 holds in flat shards: it may gather them for a call."""
+HALVES_DIFFER = "rotary tables whose halves differ"
 MOST_CALLS = 256
 """Kinds of calls that are known of one kind of layer: lengths, mostly."""
+MOST_FORMS = 64
+"""Kinds of calls but for their lengths: those of a layer that is given another number at each step have no end."""
 MOST_TRIES = 4
 """Shapes of one form of call at which a layer is read before it is given up; and kinds that one layer may become."""
 MOST_CHANGES = 64
@@ -58,6 +61,8 @@ class Ready(NamedTuple):
     """Names and places, as `outer`, of what the rest takes beside what it starts from."""
     why: str = ""
     """Why there is a rest."""
+    tables: tuple[tuple[int, tuple[str, str, int]], ...] = ()
+    """The places of rotary tables among the leaves, and how they are read: form, kind and width."""
 
     def called(self, modules: _Modules) -> list[nn.Module]:
         """The modules of a layer that are called as such."""
@@ -127,13 +132,13 @@ def seen(layer: nn.Module) -> Seen | Reason:
         known = _Known(layer)
     if is_flattened(layer) or holds_fsdp1(layer):
         return Reason(IN_SHARDS)
-    if known.changes >= MOST_CHANGES:
-        known.seen = []
+    if known.changes >= MOST_CHANGES and known.changes % MOST_CHANGES:  # now and then it may have come to rest
+        known.changes += 1
         return Reason("what its code reads is another from call to call")
-    known.changes += 1
     state = LayerState(layer)
     with _LOCK:
         kind = _KINDS.setdefault(state.key, _Kind())
+        known.changes += all(old.kind is not kind for old in known.seen)  # the same values written anew are no change
         _KINDS.move_to_end(state.key)
         if len(_KINDS) > MOST_CALLS:
             _KINDS.popitem(last=False)
@@ -192,12 +197,13 @@ def ready(
             parts.append((type(leaf),))
         else:
             return Reason(f"an argument of type {type(leaf).__name__}")
-    key = (tree, where, modes, *parts)
+    modes_and_type = modes, torch.get_default_dtype()
+    key = (tree, where, modes_and_type, *parts)
     found = kind.calls.get(key)
     if found is None:
         with _LOCK:
             try:
-                found = _proved(kind, layer, call, (tree, modes, _form(parts, x)), leaves, where)
+                found = _proved(kind, layer, call, (tree, modes_and_type, _form(parts, x)), leaves, where)
             except IndexReadError:
                 kind.by_place[one.state.places] = _Kind(placed=True)
                 return ready(one, layer, call, leaves, tree, where)
@@ -218,6 +224,8 @@ def _form(parts: list[Any], x: Tensor) -> Hashable:
 def _proved(kind: _Kind, layer: nn.Module, call: Any, form: Hashable, leaves: list[Any], where: int) -> Ready | Reason:
     """A call that is new: held to what was proved of its form, or else proved."""
     args, kwargs = tree_map(lambda v: untouched(v) if type(v) is key_sharing() else v, call)
+    if form not in kind.forms and len(kind.forms) >= MOST_FORMS:
+        return Reason("it is called in more ways than are looked into")
     tried, why = kind.forms.setdefault(form, []), ""
     for made in tried:
         why = made.why
@@ -240,18 +248,19 @@ def _to_be_called(made: Derivation, leaves: list[Any], where: int) -> Ready | Re
     if any(type(leaf) not in _PLAIN for leaf in recording.leaves):
         return Reason("it returns what is no tensor beside its result")
     outer = tuple((t.name, _place(t.name)) for t in proof.layout.outer)
-    for name, i in outer:
-        t = leaves[i] if i >= 0 else None
-        forms = {t.form for t in (proof.layout.cos, proof.layout.sin) if t is not None and t.name == name}
+    tables = []
+    for t in (proof.layout.cos, proof.layout.sin):
         attn = proof.layout.attn
-        if t is not None and forms and attn is not None and not says_twice(t, forms, *attn.numbers[3:5]):
-            return Reason("rotary tables whose halves differ")
+        if t is not None and attn is not None and (i := _place(t.name)) >= 0:
+            tables.append((i, (t.form, *attn.numbers[3:5])))
+            if not says_twice(leaves[i], *tables[-1][1]):
+                return Reason(HALVES_DIFFER)
     leaves_of = tuple(recording.leaves)
     rest = made.here.rest
     beside = () if rest is None else tuple((name, _place(name)) for name in rest.given)
     here = made.here
     of_call = (made.layout, where, outer, recording.place, leaves_of, recording.tree, here.recipes, here.returned)
-    return Ready(*of_call, rest, beside, made.why)
+    return Ready(*of_call, rest, beside, made.why, tuple(tables))
 
 
 def _place(name: str) -> int:

@@ -15,7 +15,7 @@ from ckptfused.models.derive.copies import Opaques, Sizes, layer_without_data
 from ckptfused.models.derive.flash import spelled_out
 from ckptfused.models.derive.normal_form import DerivedLayer
 from ckptfused.models.derive.opaque import CAST_CALLS, Opaque
-from ckptfused.models.derive.prove import Proof, prove, same_shapes, same_window
+from ckptfused.models.derive.prove import Proof, prove
 from ckptfused.models.derive.recording.evaluate import NOTHING, Rest, evaluated
 from ckptfused.models.derive.recording.record import (
     RAISED,
@@ -27,6 +27,7 @@ from ckptfused.models.derive.recording.record import (
 )
 from ckptfused.models.derive.recording.recorder import Recorded, RefusedError, Value
 from ckptfused.models.derive.rules.masks import seen_by_place
+from ckptfused.models.derive.structure import same_shapes, same_window
 from ckptfused.models.describe.own_forward import IndexReadError
 from ckptfused.ops.numerics import Modes
 from ckptfused.simulate.meta_copy import data_behind
@@ -190,7 +191,7 @@ def _hold(proof: Proof, layer: nn.Module, here: Recording) -> Here:
     for v in (here.x, here.y):
         if v.data.dtype != start.data.dtype:
             raise RefusedError(f"it makes {v.data.dtype} of {start.data.dtype}", v.call)
-    same_shapes(proof, here, Sizes(*here.x.shape[:2]))
+    same_shapes(proof.recordings, here, Sizes(*here.x.shape[:2]))
     for call in here.between(here.x, here.y):
         if call.op in CAST_CALLS and call.modes is not None and call.modes.casts != here.modes.casts:
             raise RefusedError(f"{call.op} under another autocast than the layer's", call)

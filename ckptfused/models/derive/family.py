@@ -14,9 +14,10 @@ from ckptfused.layer.hooks import LENT, lent_weights
 from ckptfused.layer.parts import Reason
 from ckptfused.layer.spec_text import Mode
 from ckptfused.models.cache_arguments import fill, left_empty
-from ckptfused.models.derive.calls import Ready, forget, held_tensor, outer_tensor, ready, seen
+from ckptfused.models.derive.calls import HALVES_DIFFER, Ready, forget, held_tensor, outer_tensor, ready, seen
 from ckptfused.models.derive.compiled import ready_in_compiler
 from ckptfused.models.derive.flash import packed, runs_flash
+from ckptfused.models.derive.rules.rotations import still_says_twice
 from ckptfused.models.family import FAMILIES, Family, Generic, Outcome, family_of, fused_call, register, run_steps
 from ckptfused.models.hugging_face import collecting
 from ckptfused.ops.call import Call
@@ -74,6 +75,8 @@ class Derived(Family):
                 return why
         if isinstance(found, Reason):
             return found
+        if not all(still_says_twice(leaves[i], *how) for i, how in found.tables):
+            return Reason(HALVES_DIFFER)
         known: dict[Any, Tensor] = {}
         outer = {
             name: leaves[i] if i >= 0 else outer_tensor(found, held, leaves, name, known) for name, i in found.outer

@@ -6,7 +6,7 @@ import functools
 import sys
 import types
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,13 +19,14 @@ from ckptfused.layer.hooks import watched
 from ckptfused.layer.parts import Reason
 from ckptfused.layer.quantized import is_quantized
 from ckptfused.layer.source import is_replaced
+from ckptfused.models.derive.namespaces import Same, is_followed, looked_up, opened, slotted, why_untold
 from ckptfused.models.describe.own_forward import INDICES
 from ckptfused.models.experts.adapters import adds_adapters
 from ckptfused.models.hf_checkpointing import REPLICATE
 from ckptfused.simulate.meta_copy import data_behind
-from ckptfused.state.compared import Apart, ClassAttributes, copy_to_compare, is_same, to_compare
+from ckptfused.state.compared import Apart, Cell, ClassAttributes, SlotValues, copy_to_compare, is_same, to_compare
 from ckptfused.state.fingerprints import ContentHash
-from ckptfused.state.reach import attributes_of, names_of, of_torch
+from ckptfused.state.reach import attributes_of, imports_of, names_of, of_torch
 
 _PLAIN = frozenset((int, float, bool, str, bytes, complex, type(None)))
 _CONTAINERS = frozenset((list, dict, set, tuple))
@@ -34,33 +35,7 @@ _HOOKS = tuple(name for name in vars(nn.Module()) if "hook" in name)
 KNOWN = "_ckptfused_derived"
 """The attribute of a layer under which is remembered what was found out about it."""
 _APART = frozenset(("forward", "_compiled_call_impl", KNOWN, REPLICATE, "_parameters", "_buffers", "_modules", *_HOOKS))
-_NOT_FOLLOWED = frozenset(("torch", "ckptfused", *sys.stdlib_module_names))
-_NAMESPACES = ("argparse", "types")
-"""Modules of the standard library whose objects people take for a configuration."""
-_TELLING = frozenset(("asyncio", "concurrent", "multiprocessing", "queue", "threading"))
 _FUNCTIONS = (types.FunctionType, types.MethodType, staticmethod, classmethod, property)
-
-
-class _Same:
-    """A value as a part of a key, equal to itself alone while it lives. It is held only where it has to be."""
-
-    __slots__ = ("_hash", "_value")
-
-    def __init__(self, value: Any) -> None:
-        self._hash = id(value)
-        try:
-            self._value: Callable[[], Any] = weakref.ref(value)
-        except TypeError:
-            self._value = lambda: value
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Same):
-            return NotImplemented
-        value = self._value()
-        return self is other or (value is not None and value is other._value())
 
 
 class LayerState:
@@ -72,7 +47,9 @@ class LayerState:
         self._dicts: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
         self._lists: list[tuple[Any, Any]] = []
         self._own: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._names: list[tuple[dict[str, Any], str, Any]] = []
+        self._names: list[tuple[Any, str, Any]] = []
+        self._looked: set[tuple[int, str]] = set()
+        self._objects: dict[int, Any] = {}
         self._globals: list[Any] = []
         self._tensors: list[tuple[Callable[[], Tensor | None], int]] = []
         self._hooks: list[dict[Any, Any]] = []
@@ -87,8 +64,11 @@ class LayerState:
         """Why nothing can be told of what its code does, where it holds what changes by being read."""
         self._places: list[int] = []
         self._layer = layer
+        self._within = {id(module) for module in layer.modules()}
+        self._kinds = [(weakref.ref(module), type(module)) for module in layer.modules()]
         tree = self._module(layer)
-        code = tuple(map(_Same, (*self._functions, *self._globals, *self._attention.values())))
+        self._objects_of_names()
+        code = tuple(map(Same, (*self._functions, *self._globals, *self._attention.values())))
         self.key: Any = (tree, code, tuple(self._found))
         self.places: Hashable = tuple(self._places)
         """The numbers by which modules say where in the model they stand; no part of `key`."""
@@ -96,7 +76,7 @@ class LayerState:
         self._patched = any("forward" in vars(module) for module in self._modules)
         self.names = frozenset(name for function in self._functions for name in attributes_of(function.__code__))
         """Names of attributes in the code."""
-        del self._seen, self._layer, self._functions, self._found, self._globals
+        del self._seen, self._layer, self._functions, self._found, self._globals, self._objects, self._looked
 
     def holds(self) -> bool:
         """Whether all is as it was."""
@@ -107,9 +87,13 @@ class LayerState:
                 and all(is_same(was, named.get(name, _ABSENT)) for named, name, was in self._names)
                 and all((t := ref()) is not None and t._version == version for ref, version in self._tensors)
                 and self._present() == self._given
+                and all(type(ref()) is kind for ref, kind in self._kinds)
                 and all(attention_function(name) is was for name, was in self._attention.items())
             )
-        except RuntimeError:  # a tensor in the place of another one: whether they are equal is many answers
+        except (
+            RuntimeError,
+            ValueError,
+        ):  # a tensor or array in another's place: whether they are equal is many answers
             return False
 
     def is_over(self) -> bool:
@@ -147,7 +131,7 @@ class LayerState:
             freed = not value.is_meta and value.numel() > 0 and value.untyped_storage().nbytes() == 0  # FSDP1's views
             if kind is not Tensor or value.is_inference() or freed:
                 self.why = f"it holds a {kind.__name__} whose changes leave no trace"
-                return _Same(value)
+                return Same(value)
             self._tensors.append((weakref.ref(value), value._version))
             return ContentHash(data_behind(value))
         if isinstance(value, dict):
@@ -168,10 +152,17 @@ class LayerState:
         if isinstance(value, types.FunctionType):
             self._follow(value)
         elif opened(value):
+            self._objects[id(kind)] = kind
             return kind, self._value(vars(value))
-        elif isinstance(value, Iterator) or kind.__module__.partition(".")[0] in _TELLING:
-            self.why = f"it holds a {kind.__name__}, of which nobody can tell what its code does to it"
-        return _Same(value)
+        elif names := slotted(value):
+            self._objects[id(kind)] = kind
+            slots = SlotValues(value, names)
+            self._lists.append((slots, copy_to_compare(slots.held())))
+            return kind, tuple((name, self._value(held)) for name, held in slots.held().items())
+        elif isinstance(value, weakref.ref):
+            self._objects[id(value)] = value
+        self.why = self.why or why_untold(value)
+        return Same(value)
 
     def _module(self, module: nn.Module) -> Hashable:
         if adds_adapters(module):
@@ -179,9 +170,9 @@ class LayerState:
         if is_quantized(module):  # so are codes and scales
             bias: Any = module.bias
             return type(module), module.in_features, module.out_features, None if bias is None else self._value(bias)
-        if module is not self._layer:
+        if module is not self._layer and id(module) in self._within:  # what is merely held, as a parent, is not called
             self._modules.append(module)
-        self._hooks += [held for name in _HOOKS if isinstance(held := vars(module).get(name), dict)]
+            self._hooks += [held for name in _HOOKS if isinstance(held := vars(module).get(name), dict)]
         self._parameters.append(module._parameters)
         own = vars(module)
         beside = {k: v for k, v in own.items() if k not in _APART}
@@ -229,37 +220,61 @@ class LayerState:
             found = getattr(found, "fget", getattr(found, "__func__", found))
             if not isinstance(found, types.FunctionType) or found in self._functions:
                 continue
-            if (found.__module__ or "").partition(".")[0] in _NOT_FOLLOWED:
+            if not is_followed(found.__module__):
                 continue
             self._functions[found] = None
-            for cell in found.__closure__ or ():
-                try:
-                    value = cell.cell_contents
-                except ValueError:  # not yet assigned
+            code, names = found.__code__, attributes_of(found.__code__)
+            held = [(Cell(cell), "") for cell in found.__closure__ or ()]
+            for space, name in [*held, *((found.__globals__, name) for name in names_of(code))]:
+                value = space.get(name, _ABSENT)
+                if value is _ABSENT:
                     continue
-                if isinstance(value, _FUNCTIONS):
-                    queue.append(value)
-                elif not isinstance(value, nn.Module):
-                    self._found.append(self._value(value))
-            for name in names_of(found.__code__):
-                value = found.__globals__.get(name, _ABSENT)
-                if not isinstance(value, types.ModuleType | type) and value is not _ABSENT:
-                    self._names.append((found.__globals__, name, to_compare(value)))
-                    self._globals.append(value)
-                    if isinstance(value, _FUNCTIONS):
-                        queue.append(value)
-                    elif not isinstance(value, nn.Module):
-                        self._found.append(self._value(value))
+                if isinstance(value, types.ModuleType | type | nn.Module):
+                    queue += self._attributes(value, names)
+                if not isinstance(value, types.ModuleType | type):
+                    self._names.append((space, name, to_compare(value)))
+                    queue += self._read(value, own=isinstance(space, Cell))
+            for name in imports_of(code):
+                queue += self._attributes(sys.modules.get(name), names)
 
+    def _read(self, value: Any, own: bool = False) -> list[Any]:
+        """Takes a value that code finds by name. Returns functions. own: other layers' code has others."""
+        if not own and not isinstance(value, nn.Module):
+            self._globals.append(value)
+        if isinstance(value, _FUNCTIONS):
+            return [value]
+        if not isinstance(value, nn.Module):
+            self._found.append(self._value(value))
+        return []
 
-def opened(value: Any) -> bool:
-    """Whether a value is an object whose attributes are looked at: a configuration."""
-    if isinstance(value, nn.Module | Tensor | type | types.ModuleType | types.FunctionType | types.MethodType):
-        return False
-    module = type(value).__module__
-    followed = module in _NAMESPACES or module.partition(".")[0] not in _NOT_FOLLOWED
-    return followed and type(getattr(value, "__dict__", 0)) is dict
+    def _attributes(self, value: Any, names: frozenset[str]) -> list[Any]:
+        """Takes the attributes of these names of a module, class or object. Returns the functions among them."""
+        functions = []
+        for space, name, one in looked_up(value, names, self._looked):
+            if isinstance(one, types.ModuleType | type):
+                continue
+            self._names.append((space, name, to_compare(one)))
+            inner = (one.values() if isinstance(one, dict) else one) if type(one) in _CONTAINERS else ()
+            if isinstance(one, _FUNCTIONS):
+                functions += self._read(one)
+            elif (type(one) in (*_PLAIN, *_CONTAINERS) or isinstance(one, Tensor)) and all(
+                type(v) in _PLAIN for v in inner
+            ):
+                self._read(one)
+            else:  # an object: those of its attributes that have such names come by themselves
+                self.why = self.why or why_untold(one, held=False)
+        return functions
+
+    def _objects_of_names(self) -> None:
+        """Takes what all code together may read of the classes of configurations, and of what is held weakly."""
+        count = -1
+        while count != len(self._functions) + len(self._objects):
+            count = len(self._functions) + len(self._objects)
+            names = frozenset(name for function in self._functions for name in attributes_of(function.__code__))
+            for value in [*self._objects.values()]:
+                for function in self._attributes(value, names):
+                    self._follow(function)
 
 
 def _hashable(key: Any) -> Hashable:
-    return (type(key), key) if isinstance(key, Hashable) else _Same(key)
+    return (type(key), key) if isinstance(key, Hashable) else Same(key)

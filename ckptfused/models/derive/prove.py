@@ -20,7 +20,7 @@ from ckptfused.models.derive.read import Form, read
 from ckptfused.models.derive.recording.evaluate import evaluated
 from ckptfused.models.derive.recording.record import RAISED, Recording, record
 from ckptfused.models.derive.recording.recorder import Recorded, RefusedError, Value
-from ckptfused.models.derive.rules.rotations import MOST_FIRST
+from ckptfused.models.derive.structure import same_structure, same_window
 from ckptfused.models.derive.walk import Walk, close
 from ckptfused.ops.call import Call
 from ckptfused.spec import parse
@@ -219,68 +219,6 @@ def _can_be_called_again(recording: Recording, factored: Factored) -> None:
 def _gradients(y: Tensor, weights: Tensor, leaves: list[Tensor]) -> list[Tensor]:
     found = torch.autograd.grad(y, leaves, weights, retain_graph=True, allow_unused=True)
     return [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, found, strict=True)]
-
-
-def same_structure(a: Recording, b: Recording) -> None:
-    """**Raises** `RefusedError` at the first call in which two recordings differ but for sizes."""
-    for one, other in zip(_steps(a), _steps(b), strict=False):
-        if one[:-1] != other[:-1]:
-            raise RefusedError("another call at another shape, type or length", other[-1])
-    if len(_steps(a)) != len(_steps(b)):
-        raise RefusedError("other calls at another shape, type or length", b.y.call)
-
-
-def same_window(proved: int, here: int, tokens: int) -> bool:
-    """Whether windows that were seen, the second at a length, may be one: 0, all that there is, may be a wider one."""
-    return here == proved or not proved or (not here and tokens <= proved)
-
-
-_CASTS = ("to", "float", "double", "type", "type_as", "contiguous", "clone")
-
-
-def _steps(recording: Recording) -> list[Any]:
-    """The calls on which the result depends, casts aside: what, of which others, with which numbers, where."""
-    places: dict[int, Any] = {}
-
-    def place(v: Any) -> Any:
-        while v.call is not None and v.call.op in _CASTS:
-            v = v.call.inputs[0]
-        return v.name if v.call is None else (places[v.call.number], v.index)
-
-    steps: list[Any] = []
-    ends = (recording.y, recording.end, *recording.beside)
-    for call in recording.before(*ends):
-        if call.op in _CASTS:
-            continue
-        places[call.number] = len(steps)
-        numbers = tuple(
-            -torch.inf if type(n) is float and n <= -5e8 else n
-            for n in call.numbers
-            if isinstance(n, float | bool | str | type(None))
-        )
-        steps.append((call.op, call.place, tuple(map(place, call.inputs)), numbers, call))
-    return [*steps, (*map(place, ends), recording.end.call)]
-
-
-def same_shapes(proof: Proof, recording: Recording, sizes: Sizes) -> None:
-    """**Raises** `RefusedError` where a call of another size makes what does not follow from the proof."""
-    same_structure(proof.recordings[0], recording)
-    of = [Sizes(*one.x.shape[:2]) for one in proof.recordings] + [sizes]
-    all_calls = [r.before(r.y) for r in (*proof.recordings, recording)]
-    kept = [[call for call in calls if call.op not in _CASTS] for calls in all_calls]
-    for one, two, here in zip(*kept, strict=True):
-        for a, b, c in zip(one.values, two.values, here.values, strict=True):
-            if a.data.dim() != c.data.dim() or not all(map(_follows, a.shape, b.shape, c.shape, [of] * c.data.dim())):
-                raise RefusedError(f"makes {list(c.shape)}, which does not grow as it did in the proof", here)
-
-
-def _follows(a: int, b: int, c: int, of: list[Sizes]) -> bool:
-    """Whether a size is a multiple of 1, B, T, T + 1 (keys and a sink) or B·T at all three shapes, or T less a few."""
-    ways = zip(*((1, s.batch, s.tokens, s.tokens + 1, s.batch * s.tokens) for s in of), strict=True)
-    less = {s.tokens - n for s, n in zip(of, (a, b, c), strict=True)}
-    if len(less) == 1 and 0 < min(less) <= MOST_FIRST:
-        return True
-    return any(a * w2 == b * w1 and a * w3 == c * w1 for w1, w2, w3 in ways)
 
 
 def leaves_of(args: Any, kwargs: Any) -> dict[str, Tensor]:

@@ -8,11 +8,12 @@ import torch
 
 from ckptfused.models.derive.recording.record import Recording
 from ckptfused.models.derive.recording.recorder import Recorded, RefusedError, Value
+from ckptfused.models.derive.rules.activations import Hidden, hidden
 from ckptfused.models.derive.rules.attention import core
 from ckptfused.models.derive.rules.core import Core
 from ckptfused.models.derive.rules.heads import Heads, heads
 from ckptfused.models.derive.rules.output_gate import Attended, OutputGate, attended, output_gate
-from ckptfused.models.derive.rules.pieces import Hidden, Linear, NormPiece, hidden, layer_scale, linear, norm
+from ckptfused.models.derive.rules.pieces import Linear, NormPiece, layer_scale, linear, norm
 from ckptfused.models.derive.walk import Walk, arranges, ratio
 
 _FACTORS = ("mul", "rmul", "div", "truediv", "multiply")

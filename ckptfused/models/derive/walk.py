@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ckptfused.models.derive.recording.evaluate import evaluated
 from ckptfused.models.derive.recording.names import words_of
 from ckptfused.models.derive.recording.record import Recording
 from ckptfused.models.derive.recording.recorder import Recorded, RefusedError, Value
@@ -72,6 +73,10 @@ class Walk:
     @property
     def batch(self) -> int:
         return self.recording.x.shape[0]
+
+    def again(self, v: Value, known: dict[Value, Tensor]) -> Tensor:
+        """What a value would be if others were these. **Raises** whatever its calls do."""
+        return evaluated(v, self.recording.roots.__getitem__, v.data.device, dict(known))
 
     def take_before(self, rule: str, *ends: Value) -> None:
         """Notes that all on which values depend belongs to a rule, where it belongs to none."""

@@ -32,7 +32,7 @@ def test_they_are_derived(kind: str, p: float) -> None:
     words = "attn.modulated=1 ffn.modulated=1 attn.post=layerscale ffn.post=layerscale attn.joint=1"
     assert set(words.split()) <= set(found.proof.text.split())
     assert ("ffn.p_hidden=0.1" in found.proof.text) == ("attn.p_res=0.1" in found.proof.text) == (p > 0)
-    assert [norm.stem for norm in found.layout.modulated] == ["attn.pre", "attn.post", "ffn.pre", "ffn.post"]
+    assert [norm.stem for norm in found.layout.vectors] == ["attn.pre", "attn.post", "ffn.pre", "ffn.post"]
     assert max(found.proof.errors.values()) < 1e-12
 
 

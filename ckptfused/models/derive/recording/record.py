@@ -166,9 +166,10 @@ def record(
         recorder.root(f"param:{name}", weight)
     for name, t in tensors_held(layer):
         recorder.root(f"buffer:{name}", t)
+    given, tree = tree_flatten((args, kwargs))
     drawn = random.getstate(), torch.get_rng_state() if wide else None
     try:
-        with recorder.watching(layer), recorder:
+        with recorder.watching(layer), roots[0].data.device, recorder:  # where a forward makes its own masks
             y = type(layer).forward(layer, *args, **kwargs)
     except RefusedError as error:
         error.within = error.within or recorder.outermost
@@ -181,6 +182,9 @@ def record(
         raise RefusedError("it draws random numbers beside those of dropout")
     if _state(layer) != state:
         raise RefusedError("its forward changes the layer's own attributes or buffers")
+    left, tree_left = tree_flatten((args, kwargs))
+    if tree_left != tree or any(a is not b for a, b in zip(given, left, strict=True)):
+        raise RefusedError("its forward writes to a list or dict that it is given")
     return Recording(recorder, roots[0], y, _weights_unasked(layer, args, kwargs), opaque)
 
 

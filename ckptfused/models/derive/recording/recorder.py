@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -31,6 +33,7 @@ LOOKS = words_of(
 """Calls and attributes that say something about a tensor, no value of it, and what begins and ends `torch.no_grad`."""
 
 
+_TORCH = os.path.dirname(torch.__file__)
 _VALUES = words_of(
     "item tolist __bool__ __int__ __float__ __index__ __contains__ nonzero equal allclose numpy __array__ unique",
     "is_nonzero",
@@ -149,6 +152,8 @@ class CallRecorder(TorchFunctionMode):
             raise RefusedError(f"{at}: {op} in inference mode")
         if getattr(func, "__name__", "") in _VALUES:
             raise RefusedError(f"{at}: {op} of a tensor: what runs depends on values")
+        if op == "requires_grad" and not sys._getframe(1).f_code.co_filename.startswith(_TORCH):
+            raise RefusedError(f"{at}: asks whether a tensor needs a gradient: what runs may depend on it")
         if func in OPENED:
             with self:
                 return OPENED[func](*args, **kwargs)

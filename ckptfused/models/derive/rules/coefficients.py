@@ -60,7 +60,7 @@ def xielu_of(walk: Walk, h: Value) -> tuple[Value, Coefficients]:
         for a, b in permutations(above.coefficients):
             rest = [n for n in below.coefficients if n is not b and n != b]
             of = (a, *rest, b, eps)
-            if len(of) == 4 and close(xielu(x.data, torch.stack([*map(_number, of)])), h.data):
+            if len(of) == 4 and _are(walk, h, x, torch.stack([*map(_number, of)])):
                 for one in (call, positive, *above.calls, *below.calls):
                     walk.take(one, "activation")
                 values = [v for v in of if isinstance(v, Value)]
@@ -70,6 +70,17 @@ def xielu_of(walk: Walk, h: Value) -> tuple[Value, Coefficients]:
                 made_of = (Outer(named(walk, v)) if isinstance(v, Value) else None for v in of)
                 return x, Coefficients((*made_of,), tuple(0.0 if isinstance(v, Value) else v for v in of))
     raise RefusedError("the activation has no kernel", call)
+
+
+def _are(walk: Walk, h: Value, x: Value, of: Tensor) -> bool:
+    """Whether a value is xIELU with these coefficients: of x, of what is large, and on both sides of eps."""
+    if not close(xielu(x.data, of), h.data):
+        return False
+    for low, high in ((-60.0, 60.0), (2 * float(of[3]), -float(of[3]))):
+        probe = torch.linspace(low, high, x.data.numel(), dtype=x.data.dtype).view(x.shape)
+        if not close(xielu(probe, of), walk.again(h, {x: probe})):
+            return False
+    return True
 
 
 def _branch(walk: Walk, y: Value, x: Value) -> _Branch:

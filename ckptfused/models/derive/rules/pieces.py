@@ -1,4 +1,4 @@
-"""Rules for projections, norms and activations: a short walk finds the inputs, the numbers say what was computed."""
+"""Rules for projections and norms: a short walk finds the inputs, the numbers say what was computed."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ckptfused.eager.activation import FUNCTIONS, activation
 from ckptfused.eager.norm import norm as eager_norm
 from ckptfused.models.derive.recording.names import words_of
-from ckptfused.models.derive.recording.recorder import Recorded, RefusedError, Value
-from ckptfused.models.derive.rules.coefficients import Coefficients, xielu_of
+from ckptfused.models.derive.recording.recorder import RefusedError, Value
 from ckptfused.models.derive.rules.masks import named
 from ckptfused.models.derive.walk import Walk, arranges, close
-from ckptfused.spec import BIASED_NORMS, GATED_ACTIVATIONS, NORMS, PLAIN_ACTIVATIONS
+from ckptfused.spec import BIASED_NORMS, NORMS
 
 _TURNED = ("t", "T", "transpose", "mT", "permute", "swapaxes")
 _NORM = words_of(
@@ -24,10 +22,6 @@ _NORM = words_of(
     "reciprocal neg",
 )
 _REDUCES = ("mean", "var", "layer_norm", "rms_norm")
-_ELEMENTWISE = words_of(
-    "add radd sub rsub mul rmul multiply div truediv rtruediv pow square sqrt tanh erf sigmoid silu gelu relu exp",
-    "neg rpow reciprocal",
-)
 MODULATION = "modulation"
 _MOST = 40
 """Calls of one norm or activation at most."""
@@ -170,12 +164,22 @@ def _norm_of(walk: Walk, v: Value, x: Value) -> NormPiece:
         for kind, names in _ways(params, vectors):
             made = eager_norm(x.data, *combined(*map(values.get, names)), kind, number)
             if close(made, v.data):
+                rows = _of_all_sizes(x.data)
+                if not close(
+                    eager_norm(rows, *combined(*map(values.get, names)), kind, number), walk.again(v, {x: rows})
+                ):
+                    raise RefusedError("a norm that is another one of small or large rows", v.call)
                 for at in seen:
                     walk.take(at.call, "norm")
                 walk.take_before(MODULATION, *vectors.values())
                 w, b, gain, shift = names
                 return NormPiece(kind, eps, w, b, x, gain, shift)
     raise RefusedError("not a norm")
+
+
+def _of_all_sizes(x: Tensor) -> Tensor:
+    """Rows of every order of magnitude: where eps is, the largest of them do not tell."""
+    return x * torch.logspace(-8, 4, x[..., 0].numel(), dtype=x.dtype).view(*x.shape[:-1], 1)
 
 
 def combined(
@@ -212,72 +216,6 @@ def layer_scale(walk: Walk, v: Value) -> NormPiece:
                 walk.take_before(MODULATION, weight)
                 return NormPiece("layerscale", 1e-5, "", "", x, gain=named(walk, weight))
     raise RefusedError("not LayerScale", call)
-
-
-class Hidden(NamedTuple):
-    """An FFN's hidden value: the activation and its projections. up None: `first` makes gate and up."""
-
-    act: str
-    first: Linear
-    up: Linear | None
-    coefficients: Coefficients | None = None
-    """Those of an activation that has some."""
-
-
-def hidden(walk: Walk, h: Value) -> Hidden:
-    """The activation that made a hidden value, and of what. **Raises** `RefusedError` where no rule reads it."""
-    trained = walk.attempt(xielu_of, walk, h)
-    if trained is not None:
-        made = linear(walk, walk.through(trained[0]))
-        if _whole(trained[0], made):
-            return Hidden("xielu", made, None, trained[1])
-    leaves: dict[Value, Linear] = {}
-    calls: dict[Recorded, None] = {}
-    queue = [(h, h.call)]
-    while queue:
-        v, user = queue.pop(0)
-        v = walk.same(v)
-        if v in leaves or (v.call is not None and v.call in calls):
-            continue
-        found = walk.attempt(lambda v=v: linear(walk, walk.through(v)))
-        if found is not None:
-            leaves[v] = found
-        elif v.call is not None and v.op in _ELEMENTWISE and len(calls) < _MOST:
-            calls[v.call] = None
-            queue += ((i, v.call) for i in v.call.inputs)
-        else:
-            raise RefusedError(f"no rule takes {v}", v.call or user)
-    for call in calls:
-        walk.take(call, "activation")
-    values = list(leaves)
-    if len(values) == 1 and calls:
-        for act in PLAIN_ACTIVATIONS:
-            if close(FUNCTIONS[act](values[0].data), h.data) and _whole(values[0], leaves[values[0]]):
-                return Hidden(act, leaves[values[0]], None)
-    elif len(values) == 2:
-        for gate, up in (values, values[::-1]):
-            for act in GATED_ACTIVATIONS:
-                if gate.shape == up.shape and close(activation(gate.data, up.data, act), h.data):
-                    return _gated(act, gate, up, leaves[gate], leaves[up])
-    raise RefusedError("the activation has no kernel", next(iter(calls), h.call))
-
-
-def _gated(act: str, gate: Value, up: Value, first: Linear, second: Linear) -> Hidden:
-    if first.y is not second.y:
-        if _whole(gate, first) and _whole(up, second):
-            return Hidden(act, first, second)
-        raise RefusedError("gate or up is a part of a product", gate.call)
-    halves = first.y.data.reshape(*gate.shape[:-1], -1).chunk(2, -1)
-    if len(halves) == 2 and close(gate.data, halves[0]) and close(up.data, halves[1]):
-        return Hidden(act, first, None)
-    if len(halves) == 2 and close(gate.data, halves[1]) and close(up.data, halves[0]):
-        width = halves[0].shape[-1]
-        return Hidden(act, first._replace(rows=(width, width)), first._replace(rows=(0, width)))
-    raise RefusedError("the rows of gate and up are not one after the other", gate.call)
-
-
-def _whole(v: Value, made: Linear) -> bool:
-    return v.data.numel() == made.y.data.numel()
 
 
 def layout_only(walk: Walk, v: Value, end: Value) -> bool:

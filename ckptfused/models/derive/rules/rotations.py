@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from itertools import product
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +25,7 @@ TURNS = LAYOUT | {
 }
 Turned = tuple[str, int, Outer | None, Outer | None, float]
 """Kind, width, tables and factor of a rotation."""
+_MOST_SAID = 64
 MOST_FIRST = 16
 """Tokens at the front that tables leave out: a class token and registers (DINOv3)."""
 _UNTURNED = {"ones first": 1.0, "zeros first": 0.0}
@@ -171,9 +175,28 @@ def like_table(t: Tensor, made: Tensor) -> Tensor:
     return made
 
 
-def says_twice(t: Tensor, forms: set[str], kind: str, width: int) -> bool:
+_SAID: OrderedDict[int, tuple[Any, Any, bool]] = OrderedDict()
+"""What was found out of tables that are on a CPU, by identity: layers share them."""
+
+
+def still_says_twice(t: Tensor, form: str, kind: str, width: int) -> bool:
+    """`says_twice` of a call's table, at which is looked once a version; not on a GPU, which would have to be waited
+    for: there the first call of a shape tells.
+    """
+    if torch.compiler.is_compiling() or not t.is_cpu or t.is_inference():
+        return True
+    how = (t._version, form, kind, width)
+    known = _SAID.get(id(t))
+    if known is None or known[0]() is not t or known[1] != how:
+        known = _SAID[id(t)] = (weakref.ref(t), how, says_twice(t, form, kind, width))
+        while len(_SAID) > _MOST_SAID:
+            _SAID.popitem(last=False)
+    return known[2]
+
+
+def says_twice(t: Tensor, form: str, kind: str, width: int) -> bool:
     """Whether a table that is as wide as what is turned says each number twice, of which a block reads one."""
-    halved = any("first half" in form for form in forms)
+    halved = "first half" in form
     if t.is_meta or t.is_complex() or not (halved or t.size(-1) == width):
         return True
     half = t.size(-1) // 2

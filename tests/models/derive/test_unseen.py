@@ -1,0 +1,540 @@
+"""What a proof at two small sizes does not see by itself: names outside of the layer, other lengths, values far away,
+what a forward leaves in its arguments, settings of a thread. A converted layer computes what it computes, or is as it
+was.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import copy
+import dataclasses
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import ckptfused
+from ckptfused.compat.torch_modules import DEFAULT_EPS
+from ckptfused.models.derive import calls
+from tests.models.small import unfused
+
+C, H, T = 24, 4, 12
+
+
+class Plain(nn.Module):
+    """A block whose `scale` multiplies what attention adds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n1, self.n2 = nn.LayerNorm(C), nn.LayerNorm(C)
+        self.qkv, self.o, self.up, self.down = nn.Linear(C, 3 * C), nn.Linear(C, C), nn.Linear(C, 48), nn.Linear(48, C)
+
+    def attn(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (H, -1)).transpose(1, 2) for t in self.qkv(self.n1(x)).chunk(3, -1))
+        return self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+    def ffn(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(self.n2(x))))  # type: ignore[no-any-return]
+
+    def scale(self) -> float:
+        return 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.scale() * self.attn(x)
+        return x + self.ffn(x)
+
+
+def with_scale(scale: Callable[[Any], float]) -> type[Plain]:
+    return type("Block", (Plain,), {"scale": scale})
+
+
+def twins(cls: type[Plain]) -> tuple[nn.Sequential, nn.Sequential]:
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(cls() for _ in range(2))).double()
+    converted = copy.deepcopy(plain)
+    ckptfused.convert(converted)
+    return plain, converted
+
+
+def batch(tokens: int = T) -> Tensor:
+    return torch.randn(2, tokens, C, dtype=torch.float64, generator=torch.Generator().manual_seed(tokens))
+
+
+def assert_alike(plain: nn.Module, converted: nn.Module, *args: Tensor) -> None:
+    given = [[t.clone().requires_grad_(t.requires_grad) for t in args] for _ in range(2)]
+    results = [model(*of) for model, of in zip((plain, converted), given, strict=True)]
+    torch.testing.assert_close(*results, rtol=1e-9, atol=1e-9)
+
+
+# The number that a layer's code finds outside of it, and what changes it.
+
+
+class Namespace:
+    scale = 1.0
+
+
+class Inherits(Namespace):
+    """The attribute is its base's."""
+
+
+@dataclasses.dataclass(slots=True)
+class Slots:
+    scale: float = 1.0
+
+
+class Config:
+    """Its class has one number, and says another by one outside."""
+
+    by_class = 1.0
+
+    @property
+    def scale(self) -> float:
+        return float(settings.SCALE)  # type: ignore[attr-defined]
+
+
+settings = types.ModuleType("settings_of_a_test")
+settings.SCALE = 1.0  # type: ignore[attr-defined]
+settings.inner = types.SimpleNamespace(scale=1.0)  # type: ignore[attr-defined]
+exec("def factor(): return SCALE", vars(settings))
+sys.modules["settings_of_a_test"] = settings
+held, config = Slots(), Config()
+outside = nn.Module()
+outside.scale = 1.0  # type: ignore[assignment]
+pointed = nn.Module()
+pointed.scale = 1.0  # type: ignore[assignment]
+pointer = weakref.ref(pointed)
+
+
+def _cell() -> tuple[Callable[[Any], float], Callable[[float], None]]:
+    value = 1.0
+
+    def put(new: float) -> None:
+        nonlocal value
+        value = new
+
+    return lambda _: value, put
+
+
+def _imported(_: Any) -> float:
+    from settings_of_a_test import SCALE
+
+    return float(SCALE)
+
+
+_read, _put = _cell()
+OUTSIDE: dict[str, tuple[Callable[[Any], Any], Callable[[float], None]]] = {
+    "a class": (lambda _: Namespace.scale, lambda v: setattr(Namespace, "scale", v)),
+    "a base": (lambda _: Inherits.scale, lambda v: setattr(Namespace, "scale", v)),
+    "a module": (lambda _: settings.SCALE, lambda v: setattr(settings, "SCALE", v)),
+    "an object in a module": (lambda _: settings.inner.scale, lambda v: setattr(settings.inner, "scale", v)),
+    "a function's global": (lambda _: settings.factor(), lambda v: setattr(settings, "SCALE", v)),
+    "an import within": (_imported, lambda v: setattr(settings, "SCALE", v)),
+    "slots": (lambda _: held.scale, lambda v: setattr(held, "scale", v)),
+    "a property": (lambda _: config.scale, lambda v: setattr(settings, "SCALE", v)),
+    "a configuration's class": (lambda _: config.by_class, lambda v: setattr(Config, "by_class", v)),
+    "a cell": (_read, _put),
+    "an nn.Module": (lambda _: outside.scale, lambda v: setattr(outside, "scale", v)),
+    "a weak reference": (lambda _: pointer().scale, lambda v: setattr(pointed, "scale", v)),  # type: ignore[union-attr]
+}
+
+
+@pytest.mark.parametrize("kind", OUTSIDE)
+def test_a_number_that_the_code_finds_outside_changes(kind: str) -> None:
+    scale, change = OUTSIDE[kind]
+    plain, converted = twins(with_scale(scale))
+    try:
+        for value in (1.0, 2.0, 1.0, 3.0):
+            change(value)
+            with unfused() as reasons:
+                assert_alike(plain, converted, batch())
+            assert not reasons
+    finally:
+        change(1.0)
+
+
+class Twice(nn.LayerNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize("whose", ["the layer", "a module within"])
+def test_a_class_is_replaced(whose: str) -> None:
+    plain, converted = twins(Plain)
+    assert_alike(plain, converted, batch())
+    for model in (plain, converted):
+        for layer in model:
+            if whose == "the layer":
+                layer.__class__ = with_scale(lambda _: 2.0)
+            else:
+                layer.n2.__class__ = Twice
+    assert_alike(plain, converted, batch())
+
+
+SCALE = contextvars.ContextVar("SCALE", default=1.0)
+LOCAL = threading.local()
+ARRAY = np.ones(3)
+
+
+@pytest.mark.parametrize("kind", ["ContextVar", "local", "NumPy array"])
+def test_what_leaves_no_trace_is_not_derived(kind: str) -> None:
+    scale, change = {
+        "ContextVar": (lambda _: SCALE.get(), lambda v: SCALE.set(v)),
+        "local": (lambda _: getattr(LOCAL, "scale", 1.0), lambda v: setattr(LOCAL, "scale", v)),
+        "NumPy array": (lambda _: float(ARRAY.mean()), lambda v: ARRAY.fill(v)),
+    }[kind]
+    change(3.0)
+    plain, converted = twins(with_scale(scale))
+    for value in (3.0, 2.0):
+        change(value)
+        with unfused() as reasons:
+            assert_alike(plain, converted, batch())
+        assert kind in reasons[0].text
+    change(1.0)
+
+
+def test_an_array_in_the_place_of_another_one() -> None:
+    class Held(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = [np.ones(3)]
+
+        def scale(self) -> float:
+            return float(self.w[0].mean())
+
+    plain, converted = twins(Held)
+    assert_alike(plain, converted, batch())
+    for model in (plain, converted):
+        for layer in model:
+            layer.w = [np.full(3, 2.0)]
+    assert_alike(plain, converted, batch())
+
+
+# Lengths, types and modes that a proof does not try.
+
+
+class ByLength(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(x) / max(1, x.size(1) // 16)
+        return x + self.ffn(x)
+
+
+class FromFirst(Plain):
+    """Its rows begin elsewhere where there are many."""
+
+    def attn(self, x: Tensor) -> Tensor:
+        first = 0 if x.size(1) < 20 else C
+        w = torch.cat((self.qkv.weight, self.qkv.weight))[first : first + 3 * C]
+        q, k, v = (t.unflatten(-1, (H, -1)).transpose(1, 2) for t in F.linear(self.n1(x), w).chunk(3, -1))
+        return self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+class Powered(Plain):
+    def ffn(self, x: Tensor) -> Tensor:
+        return self.down(F.relu(self.up(self.n2(x))).pow(2 if x.size(1) < 20 else 3))  # type: ignore[no-any-return]
+
+
+class CutAtLength(Plain):
+    def ffn(self, x: Tensor) -> Tensor:
+        with torch.set_grad_enabled(x.size(1) < 20):
+            h = F.gelu(self.up(self.n2(x)))
+        return self.down(h)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("cls", [ByLength, FromFirst, Powered, CutAtLength])
+def test_whole_numbers_by_length(cls: type[Plain]) -> None:
+    plain, converted = twins(cls)
+    for tokens in (12, 40, 12, 64):
+        x = batch(tokens)
+        assert_alike(plain, converted, x)
+        found = []
+        for model in (plain, converted):
+            model.zero_grad()
+            model(x).square().sum().backward()
+            found.append([p.grad for p in model.parameters()])
+        for a, b in zip(*found, strict=True):
+            assert (a is None) == (b is None)
+            if a is not None:
+                torch.testing.assert_close(b, a, rtol=1e-8, atol=1e-8)
+
+
+def test_whole_numbers_by_mode_and_type() -> None:
+    plain, converted = twins(with_scale(lambda _: 1 if torch.is_grad_enabled() else 2))
+    assert_alike(plain, converted, batch())
+    with torch.no_grad():
+        assert_alike(plain, converted, batch())
+    plain, converted = twins(with_scale(lambda self: 1 if self.up.weight.dtype == torch.float64 else 2))
+    assert_alike(plain, converted, batch())
+    x = batch().float()
+    torch.testing.assert_close(plain.float()(x), converted.float()(x), rtol=1e-4, atol=1e-4)
+
+
+def test_whether_a_gradient_is_asked_for() -> None:
+    plain, converted = twins(with_scale(lambda self: 2.0 - self.up.weight.requires_grad))
+    for frozen in (False, True, False):
+        for model in (plain, converted):
+            model.requires_grad_(not frozen)
+        assert_alike(plain, converted, batch())
+
+
+def test_lengths_that_masks_and_slices_follow_stay_fused() -> None:
+    """Numbers that go with the length are what they have to be."""
+
+    class Sliced(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mask", torch.ones(64, 64, dtype=torch.bool).tril())
+
+        def attn(self, x: Tensor) -> Tensor:
+            n, tokens = x.size(0), x.size(1)
+            q, k, v = self.qkv(self.n1(x)).view(n, tokens, 3, H, C // H).permute(2, 0, 3, 1, 4)
+            mask = self.mask[None, None, :tokens, :tokens]  # type: ignore[index]
+            o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+            return self.o(o.transpose(1, 2).reshape(n * tokens, C).view(n, tokens, -1))  # type: ignore[no-any-return]
+
+    plain, converted = twins(Sliced)
+    with unfused() as reasons:
+        for tokens in (12, 40, 7, 64):
+            assert_alike(plain, converted, batch(tokens))
+    assert not reasons
+
+
+# Values that random numbers of unit size do not reach.
+
+
+class Clipped(Plain):
+    def ffn(self, x: Tensor) -> Tensor:
+        h = self.up(self.n2(x))
+        return self.down(F.relu(h) - F.relu(h - 8.0))  # type: ignore[no-any-return]
+
+
+class ClippedGate(Plain):
+    def ffn(self, x: Tensor) -> Tensor:
+        g, u = self.up(self.n2(x)).chunk(2, -1)
+        return F.linear((F.silu(g) - F.relu(g - 9.0)) * u, self.down.weight[:, :24])
+
+
+class Outside(Plain):
+    def ffn(self, x: Tensor) -> Tensor:
+        n = x / (x.square().mean(-1, keepdim=True).sqrt() + 1e-12)
+        return self.down(F.gelu(self.up(n)))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("cls", [Clipped, ClippedGate, Outside])
+def test_values_far_from_those_of_the_proof(cls: type[Plain]) -> None:
+    plain, converted = twins(cls)
+    for by in (1.0, 30.0, 1e-6):
+        for model in (plain, converted):
+            with torch.no_grad():
+                for layer in model:
+                    layer.up.weight.mul_(max(by, 1.0))
+        assert_alike(plain, converted, batch() * by)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_an_rms_norm_without_eps_has_pytorchs(dtype: torch.dtype) -> None:
+    """Of rows as small as embeddings are at first the result is as near to float64's as PyTorch's own."""
+
+    class Rms(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.n1, self.n2 = nn.RMSNorm(C), nn.RMSNorm(C)  # type: ignore[assignment]
+
+    plain, converted = twins(Rms)
+    x = (0.02 * batch()).to(dtype)
+    exact = plain(x.double()) - x.double()
+    with unfused() as reasons:
+        errors = [((m.to(dtype)(x).double() - x.double() - exact).norm() / exact.norm()) for m in (plain, converted)]
+    assert not reasons
+    assert errors[1] <= 1.5 * errors[0] + torch.finfo(dtype).eps
+    assert DEFAULT_EPS[dtype] in (torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
+
+
+# What a forward is given, and leaves there.
+
+
+def test_what_a_forward_puts_into_its_arguments_is_there() -> None:
+    class Noting(Plain):
+        def forward(self, x: Tensor, losses: list[Tensor], kept: dict[str, Tensor]) -> Tensor:  # type: ignore[override]
+            y = super().forward(x)
+            losses.append(y.square().mean())
+            kept["y"] = y.detach()
+            return y
+
+    found = []
+    for model in twins(Noting):
+        losses: list[Tensor] = []
+        kept: list[dict[str, Tensor]] = [{}, {}]
+        y = batch()
+        for layer, one in zip(model, kept, strict=True):
+            y = layer(y, losses, one)
+        (y.sum() + sum(losses)).backward()
+        assert len(losses) == 2 and all(list(one) == ["y"] for one in kept)
+        found.append([p.grad for p in model.parameters()])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+def test_tables_that_no_longer_say_each_number_twice() -> None:
+    """At every call, also of a shape that was seen, whichever comes first."""
+
+    def turned(t: Tensor) -> Tensor:
+        a, b = t.chunk(2, -1)
+        return torch.cat((-b, a), -1)
+
+    class Rope(Plain):
+        def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # type: ignore[override]
+            q, k, v = (t.unflatten(-1, (H, -1)).transpose(1, 2) for t in self.qkv(self.n1(x)).chunk(3, -1))
+            q, k = q * cos + turned(q) * sin, k * cos + turned(k) * sin
+            x = x + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+            return x + self.ffn(x)
+
+    plain, converted = twins(Rope)
+    half = torch.randn(T, 3, dtype=torch.float64)
+    twice, other = torch.cat((half, half), -1), torch.randn(T, 6, dtype=torch.float64)
+    for angles in (twice, other, twice):
+        for a, b in zip(plain, converted, strict=True):
+            with unfused() as reasons:
+                assert_alike(a, b, batch(), angles.cos(), angles.sin())
+            assert bool(reasons) == (angles is other)
+    cos, sin = twice.cos(), twice.sin()
+    assert_alike(plain[0], converted[0], batch(), cos, sin)
+    cos[:, 3:] *= 2  # in place: the same tensor says something else
+    torch.testing.assert_close(plain[0](batch(), cos, sin), converted[0](batch(), cos, sin), rtol=1e-9, atol=1e-9)
+
+
+# Layers that change for ever, or not at all.
+
+
+def test_another_number_at_each_call_does_not_pile_up() -> None:
+    class Scaled(Plain):
+        def forward(self, x: Tensor, alpha: float) -> Tensor:  # type: ignore[override]
+            x = x + alpha * self.attn(x)
+            return x + self.ffn(x)
+
+    plain, converted = twins(Scaled)
+    for i in range(calls.MOST_FORMS + 20):
+        torch.testing.assert_close(plain[0](batch(), i / 100), converted[0](batch(), i / 100), rtol=1e-9, atol=1e-9)
+    kind = vars(converted[0])[calls.KNOWN].seen[0].kind
+    assert len(kind.forms) == calls.MOST_FORMS and len(kind.calls) <= calls.MOST_CALLS
+
+
+def test_the_same_values_written_anew_are_no_change() -> None:
+    class Masked(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("bias", torch.zeros(C))
+
+        def attn(self, x: Tensor) -> Tensor:
+            return super().attn(x) + self.bias
+
+    plain, converted = twins(Masked)
+    weights = copy.deepcopy(converted.state_dict())
+    with unfused() as reasons:
+        for _ in range(calls.MOST_CHANGES + 2):
+            converted.load_state_dict(weights)
+            converted(batch())
+    assert not reasons
+    assert_alike(plain, converted, batch())
+
+
+def test_a_layer_that_came_to_rest_is_fused_again() -> None:
+    class Annealed(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.by = 0.0
+
+        def scale(self) -> float:
+            return self.by
+
+    plain, converted = twins(Annealed)
+    x = batch()
+    for i in range(calls.MOST_CHANGES + 3):
+        for model in (plain, converted):
+            model[0].by = 1 + i / 100  # type: ignore[assignment]
+        converted(x)
+    with unfused() as reasons:
+        for _ in range(calls.MOST_CHANGES + 1):
+            converted(x)
+    assert 0 < len(reasons) <= calls.MOST_CHANGES
+    with unfused() as reasons:
+        assert_alike(plain, converted, x)
+    assert not reasons
+
+
+def test_layers_that_hold_their_parent_in_a_list() -> None:
+    class Child(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parent: list[Any] = []
+
+        def scale(self) -> float:
+            return float(self.parent[0].k)
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(Child() for _ in range(3))).double()
+    plain.k = 1.0  # type: ignore[assignment]
+    for layer in plain:
+        layer.parent.append(plain)
+    converted = copy.deepcopy(plain)
+    report = ckptfused.convert(converted)
+    assert [layer.path for layer in report.layers] == ["fused"] * 3
+    for k in (1.0, 2.0):
+        plain.k = converted.k = k  # type: ignore[assignment]
+        with unfused() as reasons:
+            assert_alike(plain, converted, batch())
+        assert not reasons
+
+
+# What a forward makes itself, on the device that PyTorch takes where none is said.
+
+
+def own_mask(x: Tensor, kind: str) -> Tensor:
+    tokens = x.size(1)
+    if kind == "triu of ones":
+        return ~torch.triu(torch.ones(tokens, tokens), 1).bool()
+    if kind == "positions":
+        i = torch.arange(tokens)
+        return (i[:, None] >= i[None]) & (i[:, None] - i[None] < 5)
+    return torch.full((tokens, tokens), float("-inf")).triu(1).to(x)
+
+
+@pytest.mark.parametrize("kind", ["triu of ones", "positions", "added"])
+def test_masks_that_a_forward_makes_on_a_cpu(kind: str) -> None:
+    class Masked(Plain):
+        def attn(self, x: Tensor) -> Tensor:
+            q, k, v = (t.unflatten(-1, (H, -1)).transpose(1, 2) for t in self.qkv(self.n1(x)).chunk(3, -1))
+            o = F.scaled_dot_product_attention(q, k, v, attn_mask=own_mask(x, kind))
+            return self.o(o.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+    plain, converted = twins(Masked)
+    with unfused() as reasons:
+        for tokens in (12, 40, 7):
+            assert_alike(plain, converted, batch(tokens))
+    assert not reasons
+
+
+def test_tables_that_a_forward_makes_on_a_cpu() -> None:
+    class Rope(Plain):
+        def attn(self, x: Tensor) -> Tensor:
+            q, k, v = (t.unflatten(-1, (H, -1)).transpose(1, 2) for t in self.qkv(self.n1(x)).chunk(3, -1))
+            width = C // H
+            inverse = 10000 ** -(torch.arange(0, width, 2).to(x) / width)
+            angle = torch.arange(x.size(1)).to(x)[:, None] * inverse
+            cos, sin = (torch.cat((t, t), -1) for t in (angle.cos(), angle.sin()))
+            q, k = (t * cos + torch.cat((-t[..., width // 2 :], t[..., : width // 2]), -1) * sin for t in (q, k))
+            o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return self.o(o.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+    plain, converted = twins(Rope)
+    with unfused() as reasons:
+        for tokens in (12, 40, 7):
+            assert_alike(plain, converted, batch(tokens))
+    assert not reasons
