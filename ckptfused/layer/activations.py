@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,6 +27,9 @@ class XIELU(nn.Module):
     **Shapes** input and result alike; `alpha_p` and `alpha_n` [1].
     **Source** Huang & Schlag 2024 (arXiv 2411.13010); `transformers.activations.XIELUActivation`.
     """
+
+    alpha_p: Tensor
+    alpha_n: Tensor
 
     def __init__(
         self,
@@ -60,7 +63,7 @@ class XIELU(nn.Module):
         return f"beta={self.beta}, eps={self.eps}"
 
 
-def coefficients_of(activation: Activation) -> Mapping[str, Tensor]:
+def coefficients_of(activation: Activation) -> dict[str, Tensor]:
     """The coefficients of an activation that has some, by their slot, as a call gives them."""
     return {COEFFICIENTS_SLOT: activation.coefficients()} if type(activation) is XIELU else NO_VECTORS
 

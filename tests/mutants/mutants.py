@@ -485,8 +485,8 @@ MUTANTS = (
     Mutant(
         "a cell that the code reads is not compared",
         file="ckptfused/models/derive/layer_state.py",
-        text='            held = [(Cell(cell), "") for cell in found.__closure__ or ()]\n',
-        defect="            held = []\n",
+        text='= [(Cell(cell), "") for cell in found.__closure__ or ()]\n',
+        defect="= []\n",
         test="tests/models/derive/test_unseen.py::test_a_number_that_the_code_finds_outside_changes[a cell]",
     ),
     Mutant(

@@ -224,8 +224,8 @@ class LayerState:
                 continue
             self._functions[found] = None
             code, names = found.__code__, attributes_of(found.__code__)
-            held = [(Cell(cell), "") for cell in found.__closure__ or ()]
-            for space, name in [*held, *((found.__globals__, name) for name in names_of(code))]:
+            spaces: list[tuple[Any, str]] = [(Cell(cell), "") for cell in found.__closure__ or ()]
+            for space, name in [*spaces, *((found.__globals__, name) for name in names_of(code))]:
                 value = space.get(name, _ABSENT)
                 if value is _ABSENT:
                     continue
@@ -239,7 +239,7 @@ class LayerState:
 
     def _read(self, value: Any, own: bool = False) -> list[Any]:
         """Takes a value that code finds by name. Returns functions. own: other layers' code has others."""
-        if not own and not isinstance(value, nn.Module):
+        if not own and not isinstance(value, nn.Module) and type(value) not in _PLAIN:
             self._globals.append(value)
         if isinstance(value, _FUNCTIONS):
             return [value]

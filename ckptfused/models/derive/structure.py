@@ -86,9 +86,9 @@ def _follows(a: int, b: int, c: int, of: list[Sizes]) -> bool:
 
 
 def _number_follows(numbers: tuple[int, ...], of: list[Sizes]) -> bool:
-    """Whether a whole number is the same at all shapes, or goes with B or T as a size does, or is T and so many."""
-    apart = {n - s.tokens for n, s in zip(numbers, of, strict=True)}
-    return len(set(numbers)) == 1 or len(apart) == 1 or _grows(numbers, of)
+    """Whether a whole number is the same at all shapes, goes with B or T as a size does, or differs by T from one."""
+    beyond, short = ({n + sign * s.tokens for n, s in zip(numbers, of, strict=True)} for sign in (-1, 1))
+    return len(set(numbers)) == 1 or len(beyond) == 1 or len(short) == 1 or _grows(numbers, of)
 
 
 def _grows(numbers: tuple[int, ...], of: list[Sizes]) -> bool:

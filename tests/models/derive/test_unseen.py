@@ -538,3 +538,20 @@ def test_tables_that_a_forward_makes_on_a_cpu() -> None:
         for tokens in (12, 40, 7):
             assert_alike(plain, converted, batch(tokens))
     assert not reasons
+
+
+class Settings:
+    nothing = None
+    names = ("a", "b")
+
+
+def test_layers_of_one_kind_are_read_once() -> None:
+    """Whatever their code finds outside: nothing of that is another for each of them."""
+
+    def scale(self: Any) -> float:
+        return 1.0 if Settings.nothing is None and Settings.names and config.by_class and _read(self) else 2.0
+
+    _, converted = twins(with_scale(scale))
+    converted(batch())
+    first, second = (vars(layer)[calls.KNOWN].seen[0].kind for layer in converted)
+    assert first is second
