@@ -31,7 +31,7 @@ class Hidden(NamedTuple):
     first: Linear
     up: Linear | None
     coefficients: Coefficients | None = None
-    """Those of an activation that has some."""
+    """The coefficients of an activation that has some."""
 
 
 def hidden(walk: Walk, h: Value) -> Hidden:

@@ -28,7 +28,7 @@ class Coefficients(NamedTuple):
 
     made_of: tuple[Outer | None, ...]
     numbers: tuple[float, ...]
-    """Those that the code has as numbers, and zeros."""
+    """The coefficients that the code has as numbers, and zeros."""
 
     def slots(self, outer: Mapping[str, Tensor], x: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Their slot and tensor. outer: what stands outside, by name."""
