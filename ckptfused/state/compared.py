@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import operator
+import os
 import weakref
+from collections import deque
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,9 +25,28 @@ class _Held:
     __hash__ = None  # type: ignore[assignment]
 
 
+class _Itself:
+    """An object that says itself what it equals, told by its identity, for comparing: as the left operand."""
+
+    __slots__ = ("_value",)
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return self._value is other
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+_BY_VALUE = (int, float, complex, str, bytes, list, tuple, dict, set, frozenset, deque, nn.Module, nn.Parameter)
+
+
 def to_compare(value: Any) -> Any:
     """A value for the left side of a comparison with what is there later, which holds no tensor but parameters."""
-    return _Held(value) if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) else value
+    if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+        return _Held(value)
+    return value if type(value).__eq__ is object.__eq__ or isinstance(value, _BY_VALUE) else _Itself(value)
 
 
 def copy_to_compare(held: dict[Any, Any]) -> dict[Any, Any]:
@@ -35,7 +56,7 @@ def copy_to_compare(held: dict[Any, Any]) -> dict[Any, Any]:
 
 def is_same(was: Any, now: Any) -> bool:
     """Whether a value of `to_compare`'s is another one itself."""
-    return was == now if type(was) is _Held else was is now
+    return was == now if type(was) in (_Held, _Itself) else was is now
 
 
 class Apart:
@@ -66,6 +87,17 @@ class SlotValues:
 
     def __eq__(self, was: object) -> bool:
         return was == self.held()
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Environment:
+    """The environment's variables, as the right side of a comparison."""
+
+    __slots__ = ()
+
+    def __eq__(self, was: object) -> bool:
+        return was == dict(os.environ)
 
     __hash__ = None  # type: ignore[assignment]
 

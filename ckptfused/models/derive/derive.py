@@ -28,6 +28,7 @@ from ckptfused.models.derive.recording.record import (
 from ckptfused.models.derive.recording.recorder import Recorded, RefusedError, Value
 from ckptfused.models.derive.rules.masks import seen_by_place
 from ckptfused.models.derive.structure import same_shapes, same_window
+from ckptfused.models.derive.walk import CASTS
 from ckptfused.models.describe.own_forward import IndexReadError
 from ckptfused.ops.numerics import Modes
 from ckptfused.simulate.meta_copy import data_behind
@@ -192,7 +193,10 @@ def _hold(proof: Proof, layer: nn.Module, here: Recording) -> Here:
         if v.data.dtype != start.data.dtype:
             raise RefusedError(f"it makes {v.data.dtype} of {start.data.dtype}", v.call)
     same_shapes(proof.recordings, here, Sizes(*here.x.shape[:2]))
+    types = {torch.float32, torch.float64, start.data.dtype, *(p.dtype for p in layer.parameters())}
     for call in here.between(here.x, here.y):
+        if call.op in CASTS and any(v.data.is_floating_point() and v.data.dtype not in types for v in call.values):
+            raise RefusedError(f"{call.op} rounds to {call.values[0].data.dtype}", call)
         if call.op in CAST_CALLS and call.modes is not None and call.modes.casts != here.modes.casts:
             raise RefusedError(f"{call.op} under another autocast than the layer's", call)
     (number, kind), window = proof.layout.own_mask, 0

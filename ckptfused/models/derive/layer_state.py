@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import types
 import weakref
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
@@ -24,14 +26,24 @@ from ckptfused.models.describe.own_forward import INDICES
 from ckptfused.models.experts.adapters import adds_adapters
 from ckptfused.models.hf_checkpointing import REPLICATE
 from ckptfused.simulate.meta_copy import data_behind
-from ckptfused.state.compared import Apart, Cell, ClassAttributes, SlotValues, copy_to_compare, is_same, to_compare
+from ckptfused.state.compared import (
+    Apart,
+    Cell,
+    ClassAttributes,
+    Environment,
+    SlotValues,
+    copy_to_compare,
+    is_same,
+    to_compare,
+)
 from ckptfused.state.fingerprints import ContentHash
 from ckptfused.state.reach import attributes_of, imports_of, names_of, of_torch
 
 _PLAIN = frozenset((int, float, bool, str, bytes, complex, type(None)))
-_CONTAINERS = frozenset((list, dict, set, tuple))
+_CONTAINERS = frozenset((list, dict, set, tuple, deque))
 _ABSENT: Any = object()
 _HOOKS = tuple(name for name in vars(nn.Module()) if "hook" in name)
+_OF_ENVIRONMENT = ("environ", "getenv")
 KNOWN = "_ckptfused_derived"
 """The attribute of a layer under which is remembered what was found out about it."""
 _APART = frozenset(("forward", "_compiled_call_impl", KNOWN, REPLICATE, "_parameters", "_buffers", "_modules", *_HOOKS))
@@ -118,7 +130,7 @@ class LayerState:
         kind = type(value)
         if kind in _PLAIN:
             return kind, value
-        if isinstance(value, nn.Module | Tensor) or kind in (dict, list, tuple, set, frozenset) or opened(value):
+        if isinstance(value, nn.Module | Tensor) or kind in (*_CONTAINERS, frozenset) or opened(value):
             if id(value) in self._seen:
                 return "again", self._seen[id(value)]
             self._seen[id(value)] = len(self._seen)
@@ -138,9 +150,9 @@ class LayerState:
             held = dict(dict.items(value))  # what it holds, not what a subclass makes of that (transformers' ACT2FN)
             self._dicts.append((value, copy_to_compare(held)))
             return kind, tuple((_hashable(k), self._value(v)) for k, v in held.items())
-        if kind in (list, tuple):
-            if kind is list:
-                self._lists.append((value, list(map(to_compare, value))))
+        if kind in (list, tuple, deque):
+            if kind is not tuple:
+                self._lists.append((value, kind(map(to_compare, value))))
             return kind, tuple(map(self._value, value))
         if kind in (set, frozenset):
             self._lists.append((value, set(value)))
@@ -229,11 +241,16 @@ class LayerState:
                 value = space.get(name, _ABSENT)
                 if value is _ABSENT:
                     continue
-                if isinstance(value, types.ModuleType | type | nn.Module):
+                if isinstance(value, types.ModuleType | type | nn.Module | types.FunctionType):
                     queue += self._attributes(value, names)
                 if not isinstance(value, types.ModuleType | type):
                     self._names.append((space, name, to_compare(value)))
                     queue += self._read(value, own=isinstance(space, Cell))
+            for value in (*(found.__defaults__ or ()), *(found.__kwdefaults__ or {}).values()):
+                queue += self._read(value, own=True)
+            if not names.isdisjoint(_OF_ENVIRONMENT):
+                self._lists.append((Environment(), dict(os.environ)))
+                self._found.append(tuple(sorted(os.environ.items())))
             for name in imports_of(code):
                 queue += self._attributes(sys.modules.get(name), names)
 

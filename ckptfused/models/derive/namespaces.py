@@ -66,7 +66,9 @@ def looked_up(value: Any, names: frozenset[str], seen: set[tuple[int, str]]) -> 
         holders = [cls for cls in value.__mro__ if cls is not object and not of_torch(cls)]
         module = value.__module__
     else:
-        holders, module = [value], value.__name__ if isinstance(value, types.ModuleType) else type(value).__module__
+        holders = [value]
+        named = isinstance(value, types.FunctionType) and value.__module__
+        module = value.__name__ if isinstance(value, types.ModuleType) else named or type(value).__module__
     apart = not is_followed(module) and not isinstance(value, nn.Module) and not opened(value)
     if value is None or apart or module.startswith("numpy"):
         return

@@ -8,10 +8,12 @@ from __future__ import annotations
 import contextvars
 import copy
 import dataclasses
+import os
 import sys
 import threading
 import types
 import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -129,7 +131,17 @@ def _imported(_: Any) -> float:
     return float(SCALE)
 
 
+def _by_default(_: Any, held: list[float] = [1.0]) -> float:  # noqa: B006
+    return held[0]
+
+
+def _with_attribute() -> float:
+    return 1.0
+
+
+_with_attribute.by = 1.0  # type: ignore[attr-defined]
 _read, _put = _cell()
+queued = deque([1.0])
 OUTSIDE: dict[str, tuple[Callable[[Any], Any], Callable[[float], None]]] = {
     "a class": (lambda _: Namespace.scale, lambda v: setattr(Namespace, "scale", v)),
     "a base": (lambda _: Inherits.scale, lambda v: setattr(Namespace, "scale", v)),
@@ -141,6 +153,13 @@ OUTSIDE: dict[str, tuple[Callable[[Any], Any], Callable[[float], None]]] = {
     "a property": (lambda _: config.scale, lambda v: setattr(settings, "SCALE", v)),
     "a configuration's class": (lambda _: config.by_class, lambda v: setattr(Config, "by_class", v)),
     "a cell": (_read, _put),
+    "a default": (_by_default, lambda v: _by_default.__defaults__[0].__setitem__(0, v)),  # type: ignore[index]
+    "a function's attribute": (lambda _: _with_attribute.by, lambda v: setattr(_with_attribute, "by", v)),  # type: ignore[attr-defined]
+    "a deque": (lambda _: queued[0], lambda v: queued.__setitem__(0, v)),
+    "the environment": (
+        lambda _: float(os.environ.get("SCALE", "1")),
+        lambda v: os.environ.__setitem__("SCALE", str(v)),
+    ),
     "an nn.Module": (lambda _: outside.scale, lambda v: setattr(outside, "scale", v)),
     "a weak reference": (lambda _: pointer().scale, lambda v: setattr(pointed, "scale", v)),  # type: ignore[union-attr]
 }
@@ -176,6 +195,30 @@ def test_a_class_is_replaced(whose: str) -> None:
             else:
                 layer.n2.__class__ = Twice
     assert_alike(plain, converted, batch())
+
+
+@dataclasses.dataclass
+class Compared:
+    scale: float = dataclasses.field(default=1.0, compare=False)
+
+
+def test_an_object_in_the_place_of_one_that_says_it_is_equal() -> None:
+    class Held(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.config = Compared()
+
+        def scale(self) -> float:
+            return self.config.scale
+
+    plain, converted = twins(Held)
+    for value in (1.0, 2.0):
+        for model in (plain, converted):
+            for layer in model:
+                layer.config = Compared(value)
+        with unfused() as reasons:
+            assert_alike(plain, converted, batch())
+        assert not reasons
 
 
 SCALE = contextvars.ContextVar("SCALE", default=1.0)
@@ -248,7 +291,13 @@ class CutAtLength(Plain):
         return self.down(h)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("cls", [ByLength, FromFirst, Powered, CutAtLength])
+class RoundedAtLength(Plain):
+    def ffn(self, x: Tensor) -> Tensor:
+        h = F.gelu(self.up(self.n2(x)))
+        return self.down(h if x.size(1) < 20 else h.to(torch.float8_e4m3fn).to(x.dtype))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("cls", [ByLength, FromFirst, Powered, CutAtLength, RoundedAtLength])
 def test_whole_numbers_by_length(cls: type[Plain]) -> None:
     plain, converted = twins(cls)
     for tokens in (12, 40, 12, 64):
