@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import os
 import weakref
 from collections import deque
 from typing import Any
@@ -56,7 +55,7 @@ def copy_to_compare(held: dict[Any, Any]) -> dict[Any, Any]:
 
 def is_same(was: Any, now: Any) -> bool:
     """Whether a value of `to_compare`'s is another one itself."""
-    return was == now if type(was) in (_Held, _Itself) else was is now
+    return was is now or (type(was) in (_Held, _Itself) and was == now)
 
 
 class Apart:
@@ -87,17 +86,6 @@ class SlotValues:
 
     def __eq__(self, was: object) -> bool:
         return was == self.held()
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-class Environment:
-    """The environment's variables, as the right side of a comparison."""
-
-    __slots__ = ()
-
-    def __eq__(self, was: object) -> bool:
-        return was == dict(os.environ)
 
     __hash__ = None  # type: ignore[assignment]
 

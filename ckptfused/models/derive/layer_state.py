@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import sys
 import types
 import weakref
@@ -30,7 +29,6 @@ from ckptfused.state.compared import (
     Apart,
     Cell,
     ClassAttributes,
-    Environment,
     SlotValues,
     copy_to_compare,
     is_same,
@@ -43,7 +41,6 @@ _PLAIN = frozenset((int, float, bool, str, bytes, complex, type(None)))
 _CONTAINERS = frozenset((list, dict, set, tuple, deque))
 _ABSENT: Any = object()
 _HOOKS = tuple(name for name in vars(nn.Module()) if "hook" in name)
-_OF_ENVIRONMENT = ("environ", "getenv")
 KNOWN = "_ckptfused_derived"
 """The attribute of a layer under which is remembered what was found out about it."""
 _APART = frozenset(("forward", "_compiled_call_impl", KNOWN, REPLICATE, "_parameters", "_buffers", "_modules", *_HOOKS))
@@ -248,9 +245,6 @@ class LayerState:
                     queue += self._read(value, own=isinstance(space, Cell))
             for value in (*(found.__defaults__ or ()), *(found.__kwdefaults__ or {}).values()):
                 queue += self._read(value, own=True)
-            if not names.isdisjoint(_OF_ENVIRONMENT):
-                self._lists.append((Environment(), dict(os.environ)))
-                self._found.append(tuple(sorted(os.environ.items())))
             for name in imports_of(code):
                 queue += self._attributes(sys.modules.get(name), names)
 

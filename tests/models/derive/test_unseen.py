@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextvars
 import copy
 import dataclasses
-import os
 import sys
 import threading
 import types
@@ -156,10 +155,6 @@ OUTSIDE: dict[str, tuple[Callable[[Any], Any], Callable[[float], None]]] = {
     "a default": (_by_default, lambda v: _by_default.__defaults__[0].__setitem__(0, v)),  # type: ignore[index]
     "a function's attribute": (lambda _: _with_attribute.by, lambda v: setattr(_with_attribute, "by", v)),  # type: ignore[attr-defined]
     "a deque": (lambda _: queued[0], lambda v: queued.__setitem__(0, v)),
-    "the environment": (
-        lambda _: float(os.environ.get("SCALE", "1")),
-        lambda v: os.environ.__setitem__("SCALE", str(v)),
-    ),
     "an nn.Module": (lambda _: outside.scale, lambda v: setattr(outside, "scale", v)),
     "a weak reference": (lambda _: pointer().scale, lambda v: setattr(pointed, "scale", v)),  # type: ignore[union-attr]
 }
