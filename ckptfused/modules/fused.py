@@ -85,6 +85,8 @@ class FusedModule(nn.Module):
             first = self._modules.get("linear1")
             like = None if first is None else getattr(first, "weight", None)
             made = plain_activation(value, *(() if like is None else (like.device, like.dtype)))
+            if not isinstance(made, nn.Module):
+                self._modules.pop(name, None)
         super().__setattr__(name, made)
 
     def generic_reason(self, *masks: Tensor | None) -> str | None:

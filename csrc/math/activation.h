@@ -41,10 +41,10 @@ struct XieluCoefficients {
   // How much of the slope of min(x, eps) is that of x: as of PyTorch's, half where they are equal.
   CKPT_HD A share_of_x(A x) const { return x < eps ? A(1) : x == eps ? A(0.5) : A(0); }
   // expm1(min(x, eps)) - x.
-  CKPT_HD A below(A x) const { return expm1_acc(x < eps ? x : eps) - x; }
+  CKPT_HD A below(A x) const { return expm1_acc(x > eps ? eps : x) - x; }
   // The sums are written as fma on device, for the reason given above.
   CKPT_HD ActivationValue<A> operator()(A x) const {
-    const A low = expm1_acc(x < eps ? x : eps), share = share_of_x(x), by_beta = beta * x;
+    const A low = expm1_acc(x > eps ? eps : x), share = share_of_x(x), by_beta = beta * x;
     const A inner = low - x, slope = share * (low + A(1)) - A(1);
 #if CKPT_DEVICE
     return {x > A(0) ? std::fma(positive, x, beta) * x : std::fma(inner, negative, by_beta),

@@ -176,6 +176,36 @@ def test_as_a_module(kind: Any) -> None:
     assert block.activation.alpha_p.dtype == torch.float32 and block(x.float()).isfinite().all()
 
 
+def test_in_pytorchs_own_layers() -> None:
+    layer = torch.nn.TransformerEncoderLayer(C, 4, HIDDEN, 0.0, XIELU(dtype=DOUBLE), batch_first=True, dtype=DOUBLE)
+    plain = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    fused = copy.deepcopy(plain)
+    report = ckptfused.convert(fused)
+    assert [one.path for one in report.layers] == ["fused"] * 2
+    x = torch.randn(B, 9, C, dtype=DOUBLE)
+    pairs = zip(*(torch.autograd.grad(m(x).square().sum(), [*m.parameters()]) for m in (plain, fused)), strict=True)
+    for a, b in pairs:
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-9)
+
+
+def test_another_activation_takes_its_place() -> None:
+    block = FusedCheckpointBlock(C, 4, HIDDEN, activation="xielu", batch_first=True)
+    block.activation = "relu"
+    assert block.generic_reason() is None and not [n for n in block.state_dict() if "alpha" in n]
+    assert "ffn.act=relu" in block.spec().to_string()
+
+
+def test_a_nan_reaches_the_gradients() -> None:
+    x, params = made()
+    with torch.no_grad():
+        x[0, 0, 0] = torch.nan
+    y = functional.ffn_block(x, params, spec_of())
+    found = torch.autograd.grad(y.sum(), [x, *params.values()])
+    expected = torch.autograd.grad(written_out(x, params).sum(), [x, *params.values()])
+    for a, b in zip(found[:3], expected[:3], strict=True):
+        assert a.isnan().any() and torch.equal(a.isnan(), b.isnan())
+
+
 def test_its_first_coefficients_are_those_of_the_paper() -> None:
     act = XIELU(0.75, 1.5, beta=0.25, eps=-1e-3, dtype=DOUBLE)
     torch.testing.assert_close(act.coefficients().detach(), torch.tensor([0.75, 1.5, 0.25, -1e-3], dtype=DOUBLE))

@@ -135,7 +135,10 @@ def seen(layer: nn.Module) -> Seen | Reason:
     if known.changes >= MOST_CHANGES and known.changes % MOST_CHANGES:  # now and then it may have come to rest
         known.changes += 1
         return Reason("what its code reads is another from call to call")
-    state = LayerState(layer)
+    try:
+        state = LayerState(layer)
+    except Exception as error:  # of objects that raise when they are looked at, or are nested too deep
+        return Reason(f"what it holds cannot be looked at ({type(error).__name__}: {error})")
     with _LOCK:
         kind = _KINDS.setdefault(state.key, _Kind())
         known.changes += all(old.kind is not kind for old in known.seen)  # the same values written anew are no change

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import functools
 import sys
 import types
@@ -20,7 +21,18 @@ from ckptfused.layer.hooks import watched
 from ckptfused.layer.parts import Reason
 from ckptfused.layer.quantized import is_quantized
 from ckptfused.layer.source import is_replaced
-from ckptfused.models.derive.namespaces import Same, is_followed, looked_up, opened, slotted, why_untold
+from ckptfused.models.derive.namespaces import (
+    CONTAINERS,
+    SPECIAL,
+    Same,
+    is_flat,
+    is_followed,
+    is_steady,
+    looked_up,
+    opened,
+    slotted,
+    why_untold,
+)
 from ckptfused.models.describe.own_forward import INDICES
 from ckptfused.models.experts.adapters import adds_adapters
 from ckptfused.models.hf_checkpointing import REPLICATE
@@ -38,13 +50,13 @@ from ckptfused.state.fingerprints import ContentHash
 from ckptfused.state.reach import attributes_of, imports_of, names_of, of_torch
 
 _PLAIN = frozenset((int, float, bool, str, bytes, complex, type(None)))
-_CONTAINERS = frozenset((list, dict, set, tuple, deque))
 _ABSENT: Any = object()
 _HOOKS = tuple(name for name in vars(nn.Module()) if "hook" in name)
 KNOWN = "_ckptfused_derived"
 """The attribute of a layer under which is remembered what was found out about it."""
 _APART = frozenset(("forward", "_compiled_call_impl", KNOWN, REPLICATE, "_parameters", "_buffers", "_modules", *_HOOKS))
-_FUNCTIONS = (types.FunctionType, types.MethodType, staticmethod, classmethod, property)
+_CACHED = type(functools.lru_cache(int))
+_FUNCTIONS = (types.FunctionType, types.MethodType, staticmethod, classmethod, property, _CACHED)
 
 
 class LayerState:
@@ -99,16 +111,13 @@ class LayerState:
                 and all(type(ref()) is kind for ref, kind in self._kinds)
                 and all(attention_function(name) is was for name, was in self._attention.items())
             )
-        except (
-            RuntimeError,
-            ValueError,
-        ):  # a tensor or array in another's place: whether they are equal is many answers
+        except Exception:  # a tensor or array in another's place, or an object that raises when it is compared
             return False
 
     def is_over(self) -> bool:
         """Whether a list, dict, set or tuple was replaced, which this state holds, and nobody else may."""
         return any(
-            type(value) in _CONTAINERS and now.get(name) is not value
+            type(value) in CONTAINERS and now.get(name) is not value
             for now, was in (*self._dicts, *self._own)
             for name, value in was.items()
         )
@@ -127,7 +136,7 @@ class LayerState:
         kind = type(value)
         if kind in _PLAIN:
             return kind, value
-        if isinstance(value, nn.Module | Tensor) or kind in (*_CONTAINERS, frozenset) or opened(value):
+        if isinstance(value, nn.Module | Tensor) or kind in (*CONTAINERS, frozenset) or opened(value):
             if id(value) in self._seen:
                 return "again", self._seen[id(value)]
             self._seen[id(value)] = len(self._seen)
@@ -227,6 +236,7 @@ class LayerState:
         while queue:
             found: Any = queue.pop()
             found = getattr(found, "fget", getattr(found, "__func__", found))
+            found = found.__wrapped__ if isinstance(found, _CACHED) and not is_steady(found) else found
             if not isinstance(found, types.FunctionType) or found in self._functions:
                 continue
             if not is_followed(found.__module__):
@@ -237,6 +247,8 @@ class LayerState:
             for space, name in [*spaces, *((found.__globals__, name) for name in names_of(code))]:
                 value = space.get(name, _ABSENT)
                 if value is _ABSENT:
+                    if name and not hasattr(builtins, name):
+                        self._names.append((space, name, _ABSENT))
                     continue
                 if isinstance(value, types.ModuleType | type | nn.Module | types.FunctionType):
                     queue += self._attributes(value, names)
@@ -265,12 +277,9 @@ class LayerState:
             if isinstance(one, types.ModuleType | type):
                 continue
             self._names.append((space, name, to_compare(one)))
-            inner = (one.values() if isinstance(one, dict) else one) if type(one) in _CONTAINERS else ()
             if isinstance(one, _FUNCTIONS):
                 functions += self._read(one)
-            elif (type(one) in (*_PLAIN, *_CONTAINERS) or isinstance(one, Tensor)) and all(
-                type(v) in _PLAIN for v in inner
-            ):
+            elif is_flat(one):
                 self._read(one)
             else:  # an object: those of its attributes that have such names come by themselves
                 self.why = self.why or why_untold(one, held=False)
@@ -281,7 +290,7 @@ class LayerState:
         count = -1
         while count != len(self._functions) + len(self._objects):
             count = len(self._functions) + len(self._objects)
-            names = frozenset(name for function in self._functions for name in attributes_of(function.__code__))
+            names = SPECIAL.union(*(attributes_of(function.__code__) for function in self._functions))
             for value in [*self._objects.values()]:
                 for function in self._attributes(value, names):
                     self._follow(function)

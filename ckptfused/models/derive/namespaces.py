@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence
 from contextvars import ContextVar
 from threading import local
 from typing import Any
@@ -18,6 +19,18 @@ NOT_FOLLOWED = frozenset(("torch", "ckptfused", *sys.stdlib_module_names))
 """Packages into whose code nobody looks."""
 _TELLING = frozenset(("asyncio", "concurrent", "multiprocessing", "queue", "threading"))
 _OF_A_THREAD = (local, ContextVar)
+CONTAINERS = frozenset((list, dict, set, tuple, deque))
+_DEEP, _WIDE = 4, 256
+_OTHER_CONTAINERS = (MutableSequence, MutableMapping, types.MappingProxyType)
+_STEADY = ("transformers",)
+SPECIAL = frozenset(
+    f"__{name}__"
+    for name in (
+        *("call", "getattr", "getitem", "get", "enter", "exit", "bool"),
+        *("float", "int", "index", "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "neg"),
+    )
+)
+"""Methods of objects that code calls without their names."""
 _NAMESPACES = ("argparse", "types")
 """Modules of the standard library whose objects people take for a configuration."""
 
@@ -49,6 +62,11 @@ def is_followed(module: str | None) -> bool:
     return (module or "").partition(".")[0] not in NOT_FOLLOWED
 
 
+def is_steady(value: Any) -> bool:
+    """Whether a class or function is of a library whose caches and special methods say the same in a whole process."""
+    return (getattr(value, "__module__", "") or "").partition(".")[0] in _STEADY
+
+
 def opened(value: Any) -> bool:
     """Whether a value is an object whose attributes are looked at: a configuration."""
     if isinstance(value, nn.Module | Tensor | type | types.ModuleType | types.FunctionType | types.MethodType):
@@ -75,7 +93,8 @@ def looked_up(value: Any, names: frozenset[str], seen: set[tuple[int, str]]) -> 
     for holder in holders:
         held: Mapping[str, Any] = getattr(holder, "__dict__", {})
         for name in sorted(names.intersection(held)):
-            if (id(holder), name) in seen or (name.startswith("__") and name != "__call__"):
+            special = name in SPECIAL and not is_steady(holder)
+            if (id(holder), name) in seen or (name.startswith("__") and not special):
                 continue
             seen.add((id(holder), name))
             yield held, name, held[name]
@@ -92,6 +111,8 @@ def why_untold(value: Any, held: bool = True) -> str:
         return f"it reads a {kind.__name__}, which is another one in each thread"
     if kind.__module__ == "numpy" and kind.__name__ == "ndarray":
         return "it holds a NumPy array, whose changes leave no trace"
+    if held and isinstance(value, _OTHER_CONTAINERS) and not isinstance(value, list | dict | deque):
+        return f"it holds a {kind.__name__}, whose changes leave no trace"
     if held and (isinstance(value, Iterator) or kind.__module__.partition(".")[0] in _TELLING):
         return f"it holds a {kind.__name__}, of which nobody can tell what its code does to it"
     return ""
@@ -101,5 +122,19 @@ def slotted(value: Any) -> tuple[str, ...]:
     """The names of an object's `__slots__`, where its class is followed and has some."""
     if not is_followed(type(value).__module__):
         return ()
-    found = (getattr(cls, "__slots__", ()) for cls in type(value).__mro__)
-    return tuple(name for names in found for name in ((names,) if isinstance(names, str) else names))
+    found: list[str] = []
+    for cls in type(value).__mro__:
+        names = vars(cls).get("__slots__", ())
+        for name in (names,) if isinstance(names, str) else names:
+            private = name.startswith("__") and not name.endswith("__")
+            found.append(f"_{cls.__name__.lstrip('_')}{name}" if private else name)
+    return tuple(found)
+
+
+def is_flat(value: Any, depth: int = 0) -> bool:
+    """Whether a value is no object with attributes, and holds none: what is in a container of a module or class."""
+    if isinstance(value, dict):
+        value = [*dict.values(value)]
+    if type(value) not in CONTAINERS:
+        return not opened(value) and not slotted(value) and not isinstance(value, nn.Module)
+    return depth < _DEEP and len(value) < _WIDE and all(is_flat(v, depth + 1) for v in value)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ckptfused.compat.torch_modules import DECODER_PARTS, ENCODER_HALVES, cross_attention, projects_alike
 from ckptfused.layer import encoder
+from ckptfused.layer.activations import coefficients_of
 from ckptfused.layer.parts import Inputs, Parts, Reason
 from ckptfused.layer.peft import adapted
 from ckptfused.layer.spec_text import Mode
@@ -58,7 +59,8 @@ class TorchEncoder(_Torch):
         # PyTorch's fast path reads weights past PEFT's adapters.
         if not (layer.training or torch.is_grad_enabled() or _adapted(layer)):
             return Reason("evaluation without gradients", original=True)
-        return inputs_of(layer.self_attn, src, src_mask, src_key_padding_mask, is_causal)
+        inputs = inputs_of(layer.self_attn, src, src_mask, src_key_padding_mask, is_causal)
+        return inputs if isinstance(inputs, Reason) else inputs._replace(vectors=coefficients_of(layer.activation))
 
     def example(self, layer: Any, x: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (_laid_out(layer, x),), {}
@@ -95,7 +97,10 @@ class TorchDecoder(_Torch):
         return (
             Fused(Parts(attn=parts.attn), inputs),
             Generic("cross attention", cross, encoder),
-            Fused(Parts(ffn=parts.ffn), Inputs(inputs.x, seq_first=inputs.seq_first)),
+            Fused(
+                Parts(ffn=parts.ffn),
+                Inputs(inputs.x, seq_first=inputs.seq_first, vectors=coefficients_of(layer.activation)),
+            ),
         )
 
     def example(self, layer: Any, x: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:

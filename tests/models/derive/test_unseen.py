@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextvars
 import copy
 import dataclasses
+import functools
 import sys
 import threading
 import types
@@ -139,6 +140,39 @@ def _with_attribute() -> float:
 
 
 _with_attribute.by = 1.0  # type: ignore[attr-defined]
+
+
+class Called:
+    def __call__(self) -> float:
+        return float(settings.SCALE)  # type: ignore[attr-defined]
+
+
+class Private:
+    __slots__ = ("__scale",)
+
+    def __init__(self) -> None:
+        self.__scale = 1.0
+
+    def scale(self) -> float:
+        return self.__scale
+
+    def put(self, value: float) -> None:
+        self.__scale = value
+
+
+@functools.lru_cache
+def _cached() -> float:
+    return float(settings.SCALE)  # type: ignore[attr-defined]
+
+
+def _clear(value: float) -> None:
+    settings.SCALE = value  # type: ignore[attr-defined]
+    _cached.cache_clear()
+
+
+called, private = Called(), Private()
+settings.registry = {"by": 1.0, "how": F.gelu, "dtype": torch.float32}  # type: ignore[attr-defined]
+settings.sizes = {"m": {"by": 1.0}}  # type: ignore[attr-defined]
 _read, _put = _cell()
 queued = deque([1.0])
 OUTSIDE: dict[str, tuple[Callable[[Any], Any], Callable[[float], None]]] = {
@@ -154,6 +188,11 @@ OUTSIDE: dict[str, tuple[Callable[[Any], Any], Callable[[float], None]]] = {
     "a cell": (_read, _put),
     "a default": (_by_default, lambda v: _by_default.__defaults__[0].__setitem__(0, v)),  # type: ignore[index]
     "a function's attribute": (lambda _: _with_attribute.by, lambda v: setattr(_with_attribute, "by", v)),  # type: ignore[attr-defined]
+    "a registry": (lambda _: settings.registry["by"], lambda v: settings.registry.update(by=v)),
+    "a registry in one": (lambda _: settings.sizes["m"]["by"], lambda v: settings.sizes["m"].update(by=v)),
+    "an object that is called": (lambda _: called(), lambda v: setattr(settings, "SCALE", v)),
+    "private slots": (lambda _: private.scale(), private.put),
+    "a cache": (lambda _: _cached(), _clear),
     "a deque": (lambda _: queued[0], lambda v: queued.__setitem__(0, v)),
     "an nn.Module": (lambda _: outside.scale, lambda v: setattr(outside, "scale", v)),
     "a weak reference": (lambda _: pointer().scale, lambda v: setattr(pointed, "scale", v)),  # type: ignore[union-attr]
@@ -214,6 +253,26 @@ def test_an_object_in_the_place_of_one_that_says_it_is_equal() -> None:
         with unfused() as reasons:
             assert_alike(plain, converted, batch())
         assert not reasons
+
+
+class Refusing:
+    def __eq__(self, other: object) -> bool:
+        raise KeyError("it is not compared")
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def test_objects_that_raise_when_they_are_compared() -> None:
+    class Held(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.held = Refusing()
+
+    plain, converted = twins(Held)
+    for _ in range(2):
+        assert_alike(plain, converted, batch())
+        for layer in converted:
+            layer.held = Refusing()
 
 
 SCALE = contextvars.ContextVar("SCALE", default=1.0)
