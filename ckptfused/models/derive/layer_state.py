@@ -22,7 +22,7 @@ from ckptfused.layer.parts import Reason
 from ckptfused.layer.quantized import is_quantized
 from ckptfused.layer.source import is_replaced
 from ckptfused.models.derive.namespaces import (
-    CONTAINERS,
+    BUILTINS,
     SPECIAL,
     Same,
     is_flat,
@@ -117,7 +117,7 @@ class LayerState:
     def is_over(self) -> bool:
         """Whether a list, dict, set or tuple was replaced, which this state holds, and nobody else may."""
         return any(
-            type(value) in CONTAINERS and now.get(name) is not value
+            type(value) in BUILTINS and now.get(name) is not value
             for now, was in (*self._dicts, *self._own)
             for name, value in was.items()
         )
@@ -136,7 +136,7 @@ class LayerState:
         kind = type(value)
         if kind in _PLAIN:
             return kind, value
-        if isinstance(value, nn.Module | Tensor) or kind in (*CONTAINERS, frozenset) or opened(value):
+        if isinstance(value, nn.Module | Tensor) or kind in (*BUILTINS, frozenset) or opened(value):
             if id(value) in self._seen:
                 return "again", self._seen[id(value)]
             self._seen[id(value)] = len(self._seen)

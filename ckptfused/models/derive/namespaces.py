@@ -19,7 +19,7 @@ NOT_FOLLOWED = frozenset(("torch", "ckptfused", *sys.stdlib_module_names))
 """Packages into whose code nobody looks."""
 _TELLING = frozenset(("asyncio", "concurrent", "multiprocessing", "queue", "threading"))
 _OF_A_THREAD = (local, ContextVar)
-CONTAINERS = frozenset((list, dict, set, tuple, deque))
+BUILTINS = frozenset((list, dict, set, tuple, deque))
 _DEEP, _WIDE = 4, 256
 _OTHER_CONTAINERS = (MutableSequence, MutableMapping, types.MappingProxyType)
 _STEADY = ("transformers",)
@@ -135,6 +135,6 @@ def is_flat(value: Any, depth: int = 0) -> bool:
     """Whether a value is no object with attributes, and holds none: what is in a container of a module or class."""
     if isinstance(value, dict):
         value = [*dict.values(value)]
-    if type(value) not in CONTAINERS:
+    if type(value) not in BUILTINS:
         return not opened(value) and not slotted(value) and not isinstance(value, nn.Module)
     return depth < _DEEP and len(value) < _WIDE and all(is_flat(v, depth + 1) for v in value)
