@@ -114,7 +114,8 @@ def _width(layer: nn.Module, owners: list[nn.Module]) -> int:
             return module.in_features
         if isinstance(module, nn.LayerNorm | nn.RMSNorm):
             return module.normalized_shape[-1]
-        if (weight := next(module.parameters(recurse=False), None)) is not None:
+        vectors = (p for p in module.parameters(recurse=False) if p.numel() > 1)  # a number tells no width
+        if (weight := next(vectors, None)) is not None:
             if weight.dim() == 1:  # a norm of somebody's own
                 return weight.numel()
             break

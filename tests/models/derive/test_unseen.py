@@ -645,6 +645,26 @@ def test_tables_that_a_forward_makes_on_a_cpu() -> None:
     assert not reasons
 
 
+def test_a_number_that_a_layer_trains_first_is_no_width() -> None:
+    class Numbered(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.by = nn.Parameter(torch.ones(1))
+            self.register_buffer("eps", torch.tensor(-1e-6))
+
+        def ffn(self, x: Tensor) -> Tensor:
+            h = self.up(self.n2(x))
+            return self.down(
+                torch.where(
+                    h > 0, (self.by * h + 0.5) * h, (torch.expm1(torch.min(h, self.eps)) - h) * self.by + 0.5 * h
+                )
+            )  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    report = ckptfused.convert(nn.Sequential(*(Numbered() for _ in range(2))).double())
+    assert [(layer.path, layer.after) for layer in report.layers] == [("fused", 8 * C)] * 2
+
+
 class Settings:
     nothing = None
     names = ("a", "b")
