@@ -60,15 +60,16 @@ def layer_calls(model: nn.Module, batch: Any, layers: list[nn.Module]) -> Calls:
     """What each layer is first called with in a forward of the model, which runs once without gradients."""
     import torch
 
+    from ckptfused.models.cache_arguments import left_empty
     from ckptfused.profiler.step import model_output as run_model
 
     calls: Calls = {}
-    hooks = [
-        layer.register_forward_pre_hook(
-            lambda module, args, kwargs: calls.setdefault(id(module), (args, kwargs)) and None, with_kwargs=True
-        )
-        for layer in layers
-    ]
+
+    def note(layer: nn.Module, args: Any, kwargs: Any) -> None:
+        without = left_empty(layer, type(layer).forward, args, kwargs)  # as a layer is called in training
+        calls.setdefault(id(layer), without or (args, kwargs))
+
+    hooks = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
     try:
         with torch.no_grad():
             run_model(model, batch)

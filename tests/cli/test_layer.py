@@ -6,8 +6,10 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 
 from ckptfused.cli import main
+from ckptfused.cli.layer import derived
 
 BLOCKS = """
     import torch
@@ -70,3 +72,13 @@ def test_the_first_call_that_does_not_fit_has_its_line(
 def test_a_block_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     status, out = printed("one", [], tmp_path, monkeypatch, capsys)
     assert status == 0 and "the model: Block" in out and "gelu" not in out.split("reads as")[0]
+
+
+def test_a_model_that_fills_a_cache() -> None:
+    """Its layers are read as they are called in training, where an empty cache is none."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "pad_token_id": 0}
+    model = transformers.Olmo2ForCausalLM(transformers.Olmo2Config(**sizes, use_cache=True)).train()
+    found = derived(model, {"input_ids": torch.zeros(1, 8, dtype=torch.int64)})
+    assert len(found) == 1 and found[0][2].proof is not None, found[0][2].why
