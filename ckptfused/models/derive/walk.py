@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -69,10 +69,23 @@ class Walk:
         self.taken: dict[Recorded, str] = {}
         self._outer: dict[Value, bool] = {}
         self._apart: dict[Value, bool] = {}
+        self._first: dict[Value, Value] = {}
+        self._made: dict[Hashable, Value] = {}
 
     @property
     def batch(self) -> int:
         return self.recording.x.shape[0]
+
+    def first(self, v: Value) -> Value:
+        """The first value that the same calls make of the same: q and k may each be turned by tables of their own."""
+        if v not in self._first:
+            call, found = v.call, v
+            if call is not None and call.mask is None:
+                inputs = tuple(map(self.first, call.inputs))
+                key = (call.op, call.place, inputs, tuple(map(repr, call.numbers)), tuple(call.kwargs), v.index)
+                found = self._made.setdefault(key, v)
+            self._first[v] = found
+        return self._first[v]
 
     def again(self, v: Value, known: dict[Value, Tensor]) -> Tensor:
         """What a value would be if others were these. **Raises** whatever its calls do."""

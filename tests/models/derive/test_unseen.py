@@ -645,6 +645,56 @@ def test_tables_that_a_forward_makes_on_a_cpu() -> None:
     assert not reasons
 
 
+class Rotary(nn.Module):
+    """Turns what it is given by tables that it makes at each call. signs: of the sine in the second half."""
+
+    def __init__(self, width: int, spelled: str) -> None:
+        super().__init__()
+        self.spelled = spelled
+        self.register_buffer("inverse", 10000 ** -(torch.arange(0, width, 2) / width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        angle = torch.outer(torch.arange(x.size(-2), device=x.device).to(x.dtype), self.inverse)
+        cos, sin = angle.cos(), angle.sin()
+        a, b = x.chunk(2, -1)
+        if self.spelled == "by the negated sine":
+            return torch.cat((a * cos + b * sin, a * (-sin) + b * cos), -1)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+
+@pytest.mark.parametrize("spelled", ["by the sine", "by the negated sine"])
+def test_q_and_k_are_turned_by_tables_of_their_own(spelled: str) -> None:
+    """A rotation that is called on each makes the same tables twice, which are made once."""
+
+    class Rope(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.turn, self.other = Rotary(C // H, spelled), Rotary(C // H, spelled)
+
+        def attn(self, x: Tensor) -> Tensor:
+            q, k, v = (t.unflatten(-1, (H, -1)).transpose(1, 2) for t in self.qkv(self.n1(x)).chunk(3, -1))
+            o = F.scaled_dot_product_attention(self.turn(q), self.turn(k), v, is_causal=True)
+            return self.o(o.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+    class Apart(Rope):
+        def attn(self, x: Tensor) -> Tensor:
+            q, k, v = (t.unflatten(-1, (H, -1)).transpose(1, 2) for t in self.qkv(self.n1(x)).chunk(3, -1))
+            o = F.scaled_dot_product_attention(self.turn(q), self.other(k), v, is_causal=True)
+            return self.o(o.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+    plain, converted = twins(Rope)
+    assert {layer.path for layer in ckptfused.convert(copy.deepcopy(plain)).layers} == {"fused"}
+    with unfused() as reasons:
+        for tokens in (12, 40, 7):
+            assert_alike(plain, converted, batch(tokens))
+    assert not reasons
+    plain, converted = twins(Apart)
+    for model in (plain, converted):
+        for layer in model:
+            layer.other.inverse.mul_(0.5)
+    assert_alike(plain, converted, batch())
+
+
 def test_a_number_that_a_layer_trains_first_is_no_width() -> None:
     class Numbered(Plain):
         def __init__(self) -> None:

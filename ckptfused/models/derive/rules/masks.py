@@ -117,7 +117,7 @@ def _computed(walk: Walk, found: Core, mask: Value) -> Outer:
 
 def named(walk: Walk, v: Value) -> str:
     """The name of a value that the layer is given, or computes of that."""
-    return v.name if v.call is None else computed(walk, v)
+    return v.name if v.call is None else computed(walk, walk.first(v))
 
 
 def computed(walk: Walk, v: Value) -> str:

@@ -65,7 +65,7 @@ def _roots(walk: Walk, tables: tuple[Value, ...]) -> Iterator[list[Value]]:
     for v in tables:
         chain = [walk.same(v)]
         while (call := chain[-1].call) is not None and (
-            arranges(chain[-1]) or call.op in ("cat", "stack", "view_as_complex")
+            arranges(chain[-1]) or call.op in ("cat", "stack", "view_as_complex", "neg")
         ):
             chain.append(walk.same(call.inputs[0]))
         chains.append(chain)
