@@ -497,6 +497,20 @@ MUTANTS = (
         test="tests/models/derive/test_unseen.py::test_a_class_is_replaced[a module within]",
     ),
     Mutant(
+        "a number that multiplies all is taken for that of a half",
+        file="ckptfused/models/derive/rules/pieces.py",
+        text=" and x.shape == v.shape and not of_a_sum:\n",
+        defect=" and x.shape == v.shape:\n",
+        test="tests/models/derive/test_tails.py::test_a_factor_of_all_is_no_step[h.mul_(self.factor)]",
+    ),
+    Mutant(
+        "the number that multiplies a half's result is that of the other half",
+        file="ckptfused/models/derive/normal_form.py",
+        text="factors(\"ffn\", branch.post)",
+        defect="factors(\"attn\", branch.post)",
+        test="tests/models/derive/test_unseen.py::test_a_number_multiplies_what_a_half_adds[Numbers]",
+    ),
+    Mutant(
         "what attention made is kept behind its gate",
         file="csrc/block/output_gate.cpp",
         text="  const bool read_again = backward_ || (save_ && spec_.keep.attn);\n",

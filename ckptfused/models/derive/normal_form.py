@@ -17,7 +17,7 @@ from ckptfused.models.derive.recording.record import Recording
 from ckptfused.models.derive.recording.recorder import Recorded, RefusedError
 from ckptfused.models.derive.rules.coefficients import Coefficients
 from ckptfused.models.derive.rules.core import Core, Outer
-from ckptfused.models.derive.rules.modulation import Modulated, modulated
+from ckptfused.models.derive.rules.modulation import Factor, Modulated, factors, modulated
 from ckptfused.models.derive.rules.pieces import Linear, NormPiece
 from ckptfused.models.derive.rules.products import by_heads
 from ckptfused.models.derive.rules.rotations import table_of
@@ -83,7 +83,7 @@ class DerivedLayer(NamedTuple):
     """The causal mask that the layer makes itself: its call's number in the recording, and its kind."""
     q_scale: Outer | None = None
     """Factors of q by position."""
-    vectors: tuple[Modulated | Coefficients, ...] = ()
+    vectors: tuple[Modulated | Factor | Coefficients, ...] = ()
     """What a call gives: vectors of each batch element to norms, coefficients to an activation."""
 
     def parts(self, layer: nn.Module) -> Parts:
@@ -148,7 +148,7 @@ def layout_of(form: Form, walk: Walk, layer: nn.Module) -> DerivedLayer:
         dropped = core.dropout
         p = 0.0 if dropped is None else rate(dropped, *((4, "dropout_p") if "scaled" in dropped.op else (1, "p")))
         by_call = tuple(modulated("attn", branch.pre, branch.post))
-        found = found._replace(vectors=by_call)
+        found = found._replace(vectors=(*by_call, *factors("attn", branch.post)))
         numbers = (
             *(heads.heads, heads.kv_heads, heads.head_dim, heads.rope, heads.rotary_dim),
             *(
@@ -179,7 +179,7 @@ def layout_of(form: Form, walk: Walk, layer: nn.Module) -> DerivedLayer:
         assert made is not None
         by_call = tuple(modulated("ffn", branch.pre, branch.post))
         of_act = () if made.coefficients is None else (made.coefficients,)
-        found = found._replace(vectors=(*found.vectors, *by_call, *of_act))
+        found = found._replace(vectors=(*found.vectors, *by_call, *factors("ffn", branch.post), *of_act))
         gated = made.up is not None or made.act in GATED_ACTIVATIONS
         first, second = (made.first, made.up) if gated else (None, made.first)
         ffn = DerivedHalf(

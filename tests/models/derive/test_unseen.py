@@ -730,3 +730,105 @@ def test_layers_of_one_kind_are_read_once() -> None:
     converted(batch())
     first, second = (vars(layer)[calls.KNOWN].seen[0].kind for layer in converted)
     assert first is second
+
+
+# One number that multiplies what a half adds, trained or not (ReZero).
+
+
+class Numbers(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.tensor(0.3)), nn.Parameter(torch.tensor([0.7]))
+        self.register_buffer("c", torch.tensor(0.25))
+
+    def attn_by(self, x: Tensor) -> Tensor:
+        return self.a * self.attn(x)
+
+    def ffn_by(self, x: Tensor) -> Tensor:
+        return self.ffn(x) * self.b
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn_by(x)
+        return x + self.ffn_by(x)
+
+
+class OfParameters(Numbers):
+    def attn_by(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.a) * self.attn(x)
+
+    def ffn_by(self, x: Tensor) -> Tensor:
+        return self.ffn(x) * (self.b.exp() + self.a)
+
+
+class Shared(Numbers):
+    def ffn_by(self, x: Tensor) -> Tensor:
+        return self.a * F.dropout(self.ffn(x), 0.0, self.training)
+
+
+class OfABuffer(Numbers):
+    def attn_by(self, x: Tensor) -> Tensor:
+        return self.attn(x) * self.c
+
+
+@pytest.mark.parametrize("cls", [Numbers, OfParameters, Shared, OfABuffer])
+def test_a_number_multiplies_what_a_half_adds(cls: type[Numbers]) -> None:
+    plain, converted = twins(cls)
+    with unfused() as reasons:
+        for value in (0.3, -2.0):
+            with torch.no_grad():
+                for model in (plain, converted):
+                    for layer in model:
+                        layer.a.fill_(value)
+                        layer.c.fill_(value)
+            found = []
+            for model in (plain, converted):
+                model.zero_grad()
+                y = model(batch(40))
+                y.square().sum().backward()
+                found.append([y, *(p.grad for p in model.parameters())])
+            for one, other in zip(*found, strict=True):
+                assert (one is None) == (other is None)
+                if one is not None:
+                    torch.testing.assert_close(other, one, rtol=1e-8, atol=1e-9)
+    assert not reasons
+    assert {layer.path for layer in ckptfused.convert(copy.deepcopy(plain)).layers} == {"fused"}
+
+
+class OfTheInput(Numbers):
+    def attn_by(self, x: Tensor) -> Tensor:
+        return self.a * x.mean() * self.attn(x)
+
+
+class TimesX(Numbers):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a * x + self.attn(x)
+        return x + self.ffn(x)
+
+
+class Cut(Numbers):
+    def ffn_by(self, x: Tensor) -> Tensor:
+        return self.ffn(x) * self.b.detach()
+
+
+class OfAToken(Numbers):
+    def attn_by(self, x: Tensor) -> Tensor:
+        return self.attn(x) * self.a.expand(x.size(1), 1).cumsum(0)
+
+
+class Squared(Numbers):
+    def ffn_by(self, x: Tensor) -> Tensor:
+        return (self.ffn(x) * self.b).square()
+
+
+@pytest.mark.parametrize("cls", [OfTheInput, TimesX, Cut, OfAToken, Squared])
+def test_other_numbers_are_as_they_are_written(cls: type[Numbers]) -> None:
+    plain, converted = twins(cls)
+    found = []
+    for model in (plain, converted):
+        y = model(batch())
+        y.square().sum().backward()
+        found.append([y, *(p.grad for p in model.parameters())])
+    for one, other in zip(*found, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            torch.testing.assert_close(other, one, rtol=1e-8, atol=1e-9)

@@ -30,6 +30,22 @@ class Modulated(NamedTuple):
                 yield f"{self.stem}_{kind}", vector.expand(x.size(0), 1, x.size(2))[:, 0]
 
 
+class Factor(NamedTuple):
+    """One number by which all that a half adds is multiplied, by the name of what it is."""
+
+    stem: str
+    made_of: tuple[Outer]
+
+    def slots(self, outer: Mapping[str, Tensor], x: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Its slot and a vector of this number, [C]. outer: what stands outside, by name."""
+        yield f"{self.stem}_w", outer[self.made_of[0].name].reshape(1).repeat(x.size(2))
+
+
+def factors(half: str, post: NormPiece | None) -> tuple[Factor, ...]:
+    """The number by which what a half adds is multiplied, where it is one that a call gives."""
+    return () if post is None or not post.factor else (Factor(f"{half}.post", (Outer(post.factor),)),)
+
+
 def modulated(half: str, pre: NormPiece | None, post: NormPiece | None) -> Iterator[Modulated]:
     """The norms of a half that a call gives vectors, where it gives any. **Raises** `RefusedError` where another norm
     than LayerScale follows what they modulate.

@@ -53,6 +53,8 @@ class NormPiece(NamedTuple):
     """The name of a vector of each batch element by which its result is multiplied (adaLN), from outside."""
     shift: str = ""
     """The name of such a vector that is added then."""
+    factor: str = ""
+    """The name of one number by which it is multiplied (ReZero)."""
 
 
 def linear(walk: Walk, v: Value) -> Linear:
@@ -202,8 +204,8 @@ def _ways(params: Collection[str], vectors: Collection[str]) -> Iterator[tuple[s
 
 
 def layer_scale(walk: Walk, v: Value) -> NormPiece:
-    """The product of a value and a vector that is learnt (LayerScale), or one for each batch element. **Raises**
-    `RefusedError` of any other value.
+    """The product of a value and a vector that is learnt (LayerScale), or one for each batch element, or one number
+    (ReZero). **Raises** `RefusedError` of any other value.
     """
     call = walk.same(v).call
     if call is not None and call.op in ("mul", "rmul", "multiply") and len(call.inputs) == 2:
@@ -215,6 +217,11 @@ def layer_scale(walk: Walk, v: Value) -> NormPiece:
                 walk.take(call, "LayerScale")
                 walk.take_before(MODULATION, weight)
                 return NormPiece("layerscale", 1e-5, "", "", x, gain=named(walk, weight))
+            of_a_sum = walk.same(x).op in ("add", "radd")  # Gemma 4's last product is of all
+            if weight.data.numel() == 1 and walk.apart(weight) and x.shape == v.shape and not of_a_sum:
+                walk.take(call, "LayerScale")
+                walk.take_before("LayerScale", weight)
+                return NormPiece("layerscale", 1e-5, "", "", x, factor=named(walk, weight))
     raise RefusedError("not LayerScale", call)
 
 
