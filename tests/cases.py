@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckptfused.spec import ACTIVATIONS, GATED_ACTIVATIONS, Adapter, AttentionSpec, BlockSpec, FFNSpec
+from ckptfused.spec import ACTIVATIONS, COEFFICIENTS, GATED_ACTIVATIONS, Adapter, AttentionSpec, BlockSpec, FFNSpec
 
 # The first value of an axis is its default. Each default goes with every value of every other axis.
 AXES: dict[str, tuple[object, ...]] = {
@@ -19,7 +19,7 @@ AXES: dict[str, tuple[object, ...]] = {
         *("none", "causal", "keep4d", "drop2d", "add2d", "add4d"),
         *("pad-keep", "pad-drop", "pad-add", "causal+pad", "keep+pad", "packed", "packed-causal"),
     ),
-    "act": ("swiglu", *(act for act in ACTIVATIONS if act != "swiglu")),
+    "act": ("swiglu", *(act for act in ACTIVATIONS if act != "swiglu" and act not in COEFFICIENTS)),
     "layout": ("pre", "post", "sandwich", "pre+out", "bare", "parallel", "shared", "attn", "ffn", "scaled"),
     "rope": ("none", "half", "interleaved", "half-partial", "interleaved-partial", "half-wide", "interleaved-batch"),
     "keep": ("inputs", "mid", "attention", "attention+mid", "attention+mid+qkv", "all"),
@@ -299,6 +299,12 @@ def all_pairs() -> tuple[Case, ...]:
         open_pairs -= set(itertools.combinations(row, 2))
         cases.append(Case(**dict(row)))  # type: ignore[arg-type]
     return tuple(cases)
+
+
+def with_coefficients() -> tuple[Case, ...]:
+    """Every twelfth of the pairs that has an FFN, with an activation that has coefficients."""
+    whole = [case for case in all_pairs() if case.spec().ffn is not None]
+    return tuple(replace(case, act=act) for act in COEFFICIENTS for case in whole[::12])
 
 
 def by_turns(*axes: Iterable[Any]) -> list[Any]:

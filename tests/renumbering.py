@@ -25,7 +25,7 @@ def _axes(name: str, spec: BlockSpec) -> Axes:
         target = settings.lora[int(index[4:])].target
         into, out = _INPUTS.get(target, "C"), _OUTPUTS.get(f"{half}.{target}")
         return {"a": (None, into), "b": (out, None), "bias": (out,)}[kind]
-    if slot == "sinks":
+    if slot in ("sinks", "coefficients"):
         return (None,)
     stem, kind = slot.rsplit("_", 1)
     if stem in ("pre", "post", "out"):

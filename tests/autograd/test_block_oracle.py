@@ -17,12 +17,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.cases import TILED, WITHOUT_RESIDUAL, Case, all_pairs
+from tests.cases import TILED, WITHOUT_RESIDUAL, Case, all_pairs, with_coefficients
 from tests.devices import CUDA, on_devices
 from tests.oracle import Expected, Inputs, expect, failures_in_draws, fused, make_inputs, masks_of, rng_state, run
 from tests.renumbering import Renumbering
 
-CASES = all_pairs()
+CASES = (*all_pairs(), *with_coefficients())
 DTYPES = (torch.float32, torch.bfloat16)
 
 Results = Mapping[str, Tensor]

@@ -478,7 +478,7 @@ MUTANTS = (
     Mutant(
         "attributes of classes that the code names are not compared",
         file="ckptfused/models/derive/layer_state.py",
-        text="                if isinstance(value, types.ModuleType | type | nn.Module):\n",
+        text="                if isinstance(value, types.ModuleType | type | nn.Module | types.FunctionType):\n",
         defect="                if False:\n",
         test="tests/models/derive/test_unseen.py::test_a_number_that_the_code_finds_outside_changes[a class]",
     ),
@@ -506,8 +506,8 @@ MUTANTS = (
     Mutant(
         "the number that multiplies a half's result is that of the other half",
         file="ckptfused/models/derive/normal_form.py",
-        text="factors(\"ffn\", branch.post)",
-        defect="factors(\"attn\", branch.post)",
+        text='factors("ffn", branch.post)',
+        defect='factors("attn", branch.post)',
         test="tests/models/derive/test_unseen.py::test_a_number_multiplies_what_a_half_adds[Numbers]",
     ),
     Mutant(
@@ -1532,8 +1532,8 @@ MUTANTS = (
     Mutant(
         "a state of a layer that holds the tensors of then",
         file="ckptfused/state/compared.py",
-        text="return _Held(value) if isinstance(value, Tensor) and",
-        defect="return _Held(value) if False and",
+        text="    if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):\n        return _Held(value)\n",
+        defect="    if isinstance(value, Tensor):\n        return value\n",
         test="tests/models/derive/test_kept.py::test_what_a_layer_gave_up_ends",
     ),
     Mutant(
