@@ -450,8 +450,8 @@ MUTANTS = (
     Mutant(
         "an activation is known by values of unit size",
         file="ckptfused/models/derive/rules/activations.py",
-        text="    for most in (60.0, 1e-3):\n",
-        defect="    for most in (2.0, 1e-3):\n",
+        text="for most in (60.0, 1e-3)]",
+        defect="for most in (2.0, 1e-3)]",
         test="tests/models/derive/test_unseen.py::test_values_far_from_those_of_the_proof[Clipped]",
     ),
     Mutant(

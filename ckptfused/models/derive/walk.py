@@ -61,6 +61,11 @@ def ratio(before: Tensor, after: Tensor, said: Iterable[Any] = ()) -> float | No
     return by if by and close(before * by, after) else None
 
 
+def spread(like: Tensor, low: float, high: float) -> Tensor:
+    """Numbers from low to high, as many as a tensor has."""
+    return torch.linspace(low, high, like.numel(), dtype=like.dtype)
+
+
 class Walk:
     """A recording, and the calls that a rule has taken so far."""
 
@@ -87,9 +92,16 @@ class Walk:
             self._first[v] = found
         return self._first[v]
 
-    def again(self, v: Value, known: dict[Value, Tensor]) -> Tensor:
-        """What a value would be if others were these. **Raises** whatever its calls do."""
-        return evaluated(v, self.recording.roots.__getitem__, v.data.device, dict(known))
+    def agrees(self, v: Value, of: list[Value], function: Callable[..., Tensor], probes: Iterable[Tensor]) -> bool:
+        """Whether a value is a function of others, as they are and with each of these in the place of the first."""
+        first, *rest = (one.data for one in of)
+        if not close(function(first, *rest), v.data):
+            return False
+        for probe in probes:
+            known = dict(zip(of, (given := [probe.view(first.shape), *rest]), strict=True))
+            if not close(function(*given), evaluated(v, self.recording.roots.__getitem__, v.data.device, known)):
+                return False
+        return True
 
     def take_before(self, rule: str, *ends: Value) -> None:
         """Notes that all on which values depend belongs to a rule, where it belongs to none."""

@@ -14,7 +14,7 @@ import threading
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -39,9 +39,16 @@ class Plain(nn.Module):
         self.n1, self.n2 = nn.LayerNorm(C), nn.LayerNorm(C)
         self.qkv, self.o, self.up, self.down = nn.Linear(C, 3 * C), nn.Linear(C, C), nn.Linear(C, 48), nn.Linear(48, C)
 
+    def heads(self, x: Tensor) -> Iterator[Tensor]:
+        """q, k and v. **Shapes** x [B, T, C]; each [B, H, T, C / H]."""
+        return (t.unflatten(-1, (H, -1)).transpose(1, 2) for t in self.qkv(self.n1(x)).chunk(3, -1))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+        return self.o(o.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
     def attn(self, x: Tensor) -> Tensor:
-        q, k, v = (t.unflatten(-1, (H, -1)).transpose(1, 2) for t in self.qkv(self.n1(x)).chunk(3, -1))
-        return self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+        return self.attend(*self.heads(x))
 
     def ffn(self, x: Tensor) -> Tensor:
         return self.down(F.gelu(self.up(self.n2(x))))  # type: ignore[no-any-return]
@@ -74,6 +81,14 @@ def assert_alike(plain: nn.Module, converted: nn.Module, *args: Tensor) -> None:
     given = [[t.clone().requires_grad_(t.requires_grad) for t in args] for _ in range(2)]
     results = [model(*of) for model, of in zip((plain, converted), given, strict=True)]
     torch.testing.assert_close(*results, rtol=1e-9, atol=1e-9)
+
+
+def assert_fused(plain: nn.Module, converted: nn.Module, *lengths: int) -> None:
+    """Both give the same at these lengths, the converted model by the op."""
+    with unfused() as reasons:
+        for tokens in lengths:
+            assert_alike(plain, converted, batch(tokens))
+    assert not reasons
 
 
 # The number that a layer's code finds outside of it, and what changes it.
@@ -206,9 +221,7 @@ def test_a_number_that_the_code_finds_outside_changes(kind: str) -> None:
     try:
         for value in (1.0, 2.0, 1.0, 3.0):
             change(value)
-            with unfused() as reasons:
-                assert_alike(plain, converted, batch())
-            assert not reasons
+            assert_fused(plain, converted, T)
     finally:
         change(1.0)
 
@@ -250,9 +263,7 @@ def test_an_object_in_the_place_of_one_that_says_it_is_equal() -> None:
         for model in (plain, converted):
             for layer in model:
                 layer.config = Compared(value)
-        with unfused() as reasons:
-            assert_alike(plain, converted, batch())
-        assert not reasons
+        assert_fused(plain, converted, T)
 
 
 class Refusing:
@@ -403,10 +414,7 @@ def test_lengths_that_masks_and_slices_follow_stay_fused() -> None:
             return self.o(o.transpose(1, 2).reshape(n * tokens, C).view(n, tokens, -1))  # type: ignore[no-any-return]
 
     plain, converted = twins(Sliced)
-    with unfused() as reasons:
-        for tokens in (12, 40, 7, 64):
-            assert_alike(plain, converted, batch(tokens))
-    assert not reasons
+    assert_fused(plain, converted, 12, 40, 7, 64)
 
 
 # Values that random numbers of unit size do not reach.
@@ -496,9 +504,9 @@ def test_tables_that_no_longer_say_each_number_twice() -> None:
 
     class Rope(Plain):
         def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # type: ignore[override]
-            q, k, v = (t.unflatten(-1, (H, -1)).transpose(1, 2) for t in self.qkv(self.n1(x)).chunk(3, -1))
+            q, k, v = self.heads(x)
             q, k = q * cos + turned(q) * sin, k * cos + turned(k) * sin
-            x = x + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+            x = x + self.attend(q, k, v)
             return x + self.ffn(x)
 
     plain, converted = twins(Rope)
@@ -593,9 +601,7 @@ def test_layers_that_hold_their_parent_in_a_list() -> None:
     assert [layer.path for layer in report.layers] == ["fused"] * 3
     for k in (1.0, 2.0):
         plain.k = converted.k = k  # type: ignore[assignment]
-        with unfused() as reasons:
-            assert_alike(plain, converted, batch())
-        assert not reasons
+        assert_fused(plain, converted, T)
 
 
 # What a forward makes itself, on the device that PyTorch takes where none is said.
@@ -615,38 +621,29 @@ def own_mask(x: Tensor, kind: str) -> Tensor:
 def test_masks_that_a_forward_makes_on_a_cpu(kind: str) -> None:
     class Masked(Plain):
         def attn(self, x: Tensor) -> Tensor:
-            q, k, v = (t.unflatten(-1, (H, -1)).transpose(1, 2) for t in self.qkv(self.n1(x)).chunk(3, -1))
-            o = F.scaled_dot_product_attention(q, k, v, attn_mask=own_mask(x, kind))
-            return self.o(o.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+            return self.attend(*self.heads(x), own_mask(x, kind))
 
     plain, converted = twins(Masked)
-    with unfused() as reasons:
-        for tokens in (12, 40, 7):
-            assert_alike(plain, converted, batch(tokens))
-    assert not reasons
+    assert_fused(plain, converted, 12, 40, 7)
 
 
 def test_tables_that_a_forward_makes_on_a_cpu() -> None:
     class Rope(Plain):
         def attn(self, x: Tensor) -> Tensor:
-            q, k, v = (t.unflatten(-1, (H, -1)).transpose(1, 2) for t in self.qkv(self.n1(x)).chunk(3, -1))
+            q, k, v = self.heads(x)
             width = C // H
             inverse = 10000 ** -(torch.arange(0, width, 2).to(x) / width)
             angle = torch.arange(x.size(1)).to(x)[:, None] * inverse
             cos, sin = (torch.cat((t, t), -1) for t in (angle.cos(), angle.sin()))
             q, k = (t * cos + torch.cat((-t[..., width // 2 :], t[..., : width // 2]), -1) * sin for t in (q, k))
-            o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-            return self.o(o.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+            return self.attend(q, k, v)
 
     plain, converted = twins(Rope)
-    with unfused() as reasons:
-        for tokens in (12, 40, 7):
-            assert_alike(plain, converted, batch(tokens))
-    assert not reasons
+    assert_fused(plain, converted, 12, 40, 7)
 
 
 class Rotary(nn.Module):
-    """Turns what it is given by tables that it makes at each call. signs: of the sine in the second half."""
+    """Turns what it is given by tables that it makes at each call."""
 
     def __init__(self, width: int, spelled: str) -> None:
         super().__init__()
@@ -672,22 +669,17 @@ def test_q_and_k_are_turned_by_tables_of_their_own(spelled: str) -> None:
             self.turn, self.other = Rotary(C // H, spelled), Rotary(C // H, spelled)
 
         def attn(self, x: Tensor) -> Tensor:
-            q, k, v = (t.unflatten(-1, (H, -1)).transpose(1, 2) for t in self.qkv(self.n1(x)).chunk(3, -1))
-            o = F.scaled_dot_product_attention(self.turn(q), self.turn(k), v, is_causal=True)
-            return self.o(o.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+            q, k, v = self.heads(x)
+            return self.attend(self.turn(q), self.turn(k), v)
 
     class Apart(Rope):
         def attn(self, x: Tensor) -> Tensor:
-            q, k, v = (t.unflatten(-1, (H, -1)).transpose(1, 2) for t in self.qkv(self.n1(x)).chunk(3, -1))
-            o = F.scaled_dot_product_attention(self.turn(q), self.other(k), v, is_causal=True)
-            return self.o(o.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+            q, k, v = self.heads(x)
+            return self.attend(self.turn(q), self.other(k), v)
 
     plain, converted = twins(Rope)
     assert {layer.path for layer in ckptfused.convert(copy.deepcopy(plain)).layers} == {"fused"}
-    with unfused() as reasons:
-        for tokens in (12, 40, 7):
-            assert_alike(plain, converted, batch(tokens))
-    assert not reasons
+    assert_fused(plain, converted, 12, 40, 7)
     plain, converted = twins(Apart)
     for model in (plain, converted):
         for layer in model:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from ckptfused.eager.activation import FUNCTIONS, activation
@@ -13,7 +12,7 @@ from ckptfused.models.derive.recording.names import words_of
 from ckptfused.models.derive.recording.recorder import Recorded, RefusedError, Value
 from ckptfused.models.derive.rules.coefficients import Coefficients, xielu_of
 from ckptfused.models.derive.rules.pieces import Linear, linear
-from ckptfused.models.derive.walk import Walk, close
+from ckptfused.models.derive.walk import Walk, close, spread
 from ckptfused.spec import GATED_ACTIVATIONS, PLAIN_ACTIVATIONS
 
 _ELEMENTWISE = words_of(
@@ -62,25 +61,22 @@ def hidden(walk: Walk, h: Value) -> Hidden:
     values = list(leaves)
     if len(values) == 1 and calls:
         for act in PLAIN_ACTIVATIONS:
-            if close(FUNCTIONS[act](values[0].data), h.data) and _whole(values[0], leaves[values[0]]):
-                _agrees(walk, h, values, lambda x, act=act: FUNCTIONS[act](x))
+            if walk.agrees(h, values, FUNCTIONS[act], _far_and_near(values[0])) and _whole(
+                values[0], leaves[values[0]]
+            ):
                 return Hidden(act, leaves[values[0]], None)
     elif len(values) == 2:
         for gate, up in (values, values[::-1]):
             for act in GATED_ACTIVATIONS:
-                if gate.shape == up.shape and close(activation(gate.data, up.data, act), h.data):
-                    _agrees(walk, h, [gate, up], lambda g, u, act=act: activation(g, u, act))
+                applied = partial(activation, act=act)
+                if gate.shape == up.shape and walk.agrees(h, [gate, up], applied, _far_and_near(gate)):
                     return _gated(act, gate, up, leaves[gate], leaves[up])
     raise RefusedError("the activation has no kernel", next(iter(calls), h.call))
 
 
-def _agrees(walk: Walk, h: Value, values: list[Value], function: Callable[..., Tensor]) -> None:
-    """**Raises** `RefusedError` where a hidden value is a function of others as far as they went, and not beyond."""
-    for most in (60.0, 1e-3):
-        probe = torch.linspace(-most, most, values[0].data.numel(), dtype=values[0].data.dtype)
-        given = [probe.view(values[0].shape), *(v.data for v in values[1:])]
-        if not close(function(*given), walk.again(h, dict(zip(values, given, strict=True)))):
-            raise RefusedError("the activation has no kernel", h.call)
+def _far_and_near(v: Value) -> list[Tensor]:
+    """Values beside those of a recording, which are of unit size."""
+    return [spread(v.data, -most, most) for most in (60.0, 1e-3)]
 
 
 def _gated(act: str, gate: Value, up: Value, first: Linear, second: Linear) -> Hidden:

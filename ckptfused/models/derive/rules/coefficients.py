@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from itertools import permutations
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ from ckptfused.models.derive.recording.names import words_of
 from ckptfused.models.derive.recording.recorder import Recorded, RefusedError, Value
 from ckptfused.models.derive.rules.core import Outer
 from ckptfused.models.derive.rules.masks import named
-from ckptfused.models.derive.walk import Walk, close
+from ckptfused.models.derive.walk import Walk, spread
 from ckptfused.spec import COEFFICIENTS_SLOT
 
 _LEAST = ("min", "minimum")
@@ -74,13 +75,9 @@ def xielu_of(walk: Walk, h: Value) -> tuple[Value, Coefficients]:
 
 def _are(walk: Walk, h: Value, x: Value, of: Tensor) -> bool:
     """Whether a value is xIELU with these coefficients: of x, of what is large, and on both sides of eps."""
-    if not close(xielu(x.data, of), h.data):
-        return False
-    for low, high in ((-60.0, 60.0), (2 * float(of[3]), -float(of[3]))):
-        probe = torch.linspace(low, high, x.data.numel(), dtype=x.data.dtype).view(x.shape)
-        if not close(xielu(probe, of), walk.again(h, {x: probe})):
-            return False
-    return True
+    eps = float(of[3])
+    probes = (spread(x.data, -60.0, 60.0), spread(x.data, 2 * eps, -eps))
+    return walk.agrees(h, [x], partial(xielu, coefficients=of), probes)
 
 
 def _branch(walk: Walk, y: Value, x: Value) -> _Branch:

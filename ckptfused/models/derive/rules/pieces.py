@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from functools import partial
 from itertools import permutations, product
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ from ckptfused.eager.norm import norm as eager_norm
 from ckptfused.models.derive.recording.names import words_of
 from ckptfused.models.derive.recording.recorder import RefusedError, Value
 from ckptfused.models.derive.rules.masks import named
-from ckptfused.models.derive.walk import Walk, arranges, close
+from ckptfused.models.derive.walk import Walk, arranges
 from ckptfused.spec import BIASED_NORMS, NORMS
 
 _TURNED = ("t", "T", "transpose", "mT", "permute", "swapaxes")
@@ -164,13 +165,9 @@ def _norm_of(walk: Walk, v: Value, x: Value) -> NormPiece:
     for eps in numbers:
         number = torch.finfo(torch.float64).eps if eps is None else eps
         for kind, names in _ways(params, vectors):
-            made = eager_norm(x.data, *combined(*map(values.get, names)), kind, number)
-            if close(made, v.data):
-                rows = _of_all_sizes(x.data)
-                if not close(
-                    eager_norm(rows, *combined(*map(values.get, names)), kind, number), walk.again(v, {x: rows})
-                ):
-                    raise RefusedError("a norm that is another one of small or large rows", v.call)
+            weight, bias = combined(*map(values.get, names))
+            function = partial(eager_norm, weight=weight, bias=bias, kind=kind, eps=number)
+            if walk.agrees(v, [x], function, [_of_all_sizes(x.data)]):
                 for at in seen:
                     walk.take(at.call, "norm")
                 walk.take_before(MODULATION, *vectors.values())
