@@ -19,7 +19,7 @@ from ckptfused.models.derive.rules.coefficients import Coefficients
 from ckptfused.models.derive.rules.core import Core, Outer
 from ckptfused.models.derive.rules.modulation import Factor, Modulated, factors, modulated
 from ckptfused.models.derive.rules.pieces import Linear, NormPiece
-from ckptfused.models.derive.rules.products import by_heads
+from ckptfused.models.derive.rules.products import by_heads, token_by_token
 from ckptfused.models.derive.rules.rotations import table_of
 from ckptfused.models.derive.walk import Walk
 from ckptfused.spec import GATED_ACTIVATIONS
@@ -127,7 +127,7 @@ class DerivedLayer(NamedTuple):
         sites = (*(self.attn.dropouts if self.attn else (-1, -1)), *(self.ffn.dropouts if self.ffn else (-1, -1)))
         rows = recording.x.shape[:2]
         drawn = {site: recording.calls[n].mask for site, n in enumerate(sites) if n >= 0}
-        return {site: m.reshape(*rows, -1) if site else by_heads(m, rows[0]) for site, m in drawn.items()}  # type: ignore[union-attr, misc, arg-type]
+        return {site: token_by_token(m, rows) if site else by_heads(m, rows[0]) for site, m in drawn.items()}  # type: ignore[misc, arg-type]
 
     @property
     def outer(self) -> tuple[Outer, ...]:
@@ -222,7 +222,8 @@ def _tensor(layer: nn.Module, name: str) -> Tensor | None:
     if not name:
         return None
     module, _, last = name.rpartition(".")
-    return getattr(layer.get_submodule(module), last)  # type: ignore[no-any-return]
+    found: Tensor = getattr(layer.get_submodule(module), last)
+    return found.squeeze(-1) if found.dim() == 3 else found  # of a convolution of one place
 
 
 def _projected(layer: nn.Module, found: Map | None) -> Any:

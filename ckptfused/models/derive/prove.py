@@ -19,7 +19,7 @@ from ckptfused.models.derive.normal_form import DerivedHalf, DerivedLayer, layou
 from ckptfused.models.derive.read import Form, read
 from ckptfused.models.derive.recording.evaluate import evaluated
 from ckptfused.models.derive.recording.record import RAISED, Recording, record
-from ckptfused.models.derive.recording.recorder import Recorded, RefusedError, Value
+from ckptfused.models.derive.recording.recorder import Recorded, RefusedError
 from ckptfused.models.derive.structure import same_structure, same_window
 from ckptfused.models.derive.walk import Walk, close
 from ckptfused.ops.call import Call
@@ -194,7 +194,7 @@ def _compared(own: nn.Module, form: Form, walk: Walk, factored: Factored) -> tup
 def _made_again(layout: DerivedLayer, recording: Recording) -> dict[str, Tensor]:
     """What a block takes from outside, by name: vectors and coefficients as a call will make them."""
     names = {t.name for one in layout.vectors for t in one.made_of if t is not None and t.name.startswith("call:")}
-    known: dict[Value, Tensor] = {}
+    known = recording.drawn()
     outer = dict(recording.roots)
     for name in names:
         number, index = map(int, name.removeprefix("call:").split("."))
@@ -208,7 +208,7 @@ def _can_be_called_again(recording: Recording, factored: Factored) -> None:
     assert recording.rest is not None
     start, end = recording.rest.start, recording.rest.end
     with factored:
-        again = evaluated(end, recording.roots.__getitem__, start.data.device, {start: start.data})
+        again = evaluated(end, recording.roots.__getitem__, start.data.device, {**recording.drawn(), start: start.data})
     weights = torch.randn(end.shape, dtype=end.data.dtype, generator=torch.Generator().manual_seed(2))
     x = start if recording.rest.first else recording.x
     gradients = [_gradients(made, weights, [x.data])[0] for made in (end.data, again)]

@@ -14,9 +14,8 @@ from ckptfused.models.derive.rules.core import Core
 from ckptfused.models.derive.rules.heads import Heads, heads
 from ckptfused.models.derive.rules.output_gate import Attended, OutputGate, attended, output_gate
 from ckptfused.models.derive.rules.pieces import Linear, NormPiece, layer_scale, linear, norm
-from ckptfused.models.derive.walk import Walk, arranges, ratio
-
-_FACTORS = ("mul", "rmul", "div", "truediv", "multiply")
+from ckptfused.models.derive.rules.sums import FACTORS, additions, factor_of, is_sum, stream, terms_of, unscaled
+from ckptfused.models.derive.walk import Walk, arranges
 
 
 class Branch(NamedTuple):
@@ -105,18 +104,19 @@ def _parallel(walk: Walk, branches: list[Branch], out: NormPiece | None) -> Form
 
 def _stage(walk: Walk, y: Value) -> tuple[list[Branch], NormPiece | None, Value]:
     """One sum of the residual stream: its branches, its closing norm, and the stream before it."""
-    out = walk.attempt(norm, walk, y)
-    if out is not None:
-        y = walk.through(out.x)
+    out, of_sum, of_stream = walk.attempt(norm, walk, y), 1.0, 1.0
+    whole = y if out is None else walk.through(out.x)
+    y, of_sum = (y, 1.0) if out is None else unscaled(walk, whole)
     if y.call is None or y.op not in ("add", "radd"):
-        return [_alone(walk, y)], out, walk.recording.x
-    terms = _terms(walk, y)
+        return [_alone(walk, whole)], out, walk.recording.x
+    terms = terms_of(walk, y)
     branches: list[Branch] = []
     streams: list[Value] = []
     trouble: RefusedError | None = None
     for term in terms:
-        if term is walk.recording.x or _is_closed_sum(walk, term):
-            streams.append(term)
+        if (found := walk.attempt(stream, walk, term, out is not None)) is not None:
+            at, of_stream = found
+            streams.append(at)
             continue
         try:
             with walk.trial():
@@ -127,17 +127,23 @@ def _stage(walk: Walk, y: Value) -> tuple[list[Branch], NormPiece | None, Value]
         raise trouble
     if len(streams) != 1:
         raise RefusedError(f"a sum of {len(terms)} values, {len(streams)} of which are the residual stream", y.call)
-    if len(streams) == 1:  # the closing norm of the sum before is the stream itself, not a norm of this half
-        branches = [b._replace(pre=None, source=b.normed) if b.normed is streams[0] else b for b in branches]
+    # The closing norm of the sum before is the stream itself, not a norm of this half.
+    branches = [b._replace(pre=None, source=b.normed) if b.normed is streams[0] else b for b in branches]
+    if out is not None and of_sum * of_stream != 1:
+        # norm(c (a x + f), eps) = norm(x + f / a, eps / (c a)²), where c a > 0 (DeepNorm).
+        if out.eps is None or of_sum * of_stream <= 0:
+            raise RefusedError(f"a sum times {of_sum * of_stream} before its norm", y.call)
+        out = out._replace(eps=out.eps / (of_sum * of_stream) ** 2)
+        branches = [branch._replace(m=branch.m / of_stream) for branch in branches]
     sources = {id(branch.source) for branch in branches}
-    if len(branches) == 2 and sources != {id(streams[0])}:
+    if len(branches) > 1 and sources != {id(streams[0])} and of_stream == 1:
         return _serial(walk, y, branches, streams[0], out)
     for branch in branches:
         if branch.source is not streams[0] and branch.pre is None:
             raise RefusedError(f"no rule takes {branch.normed}", branch.normed.call)
     if any(branch.source is not streams[0] for branch in branches):
         raise RefusedError("a half reads another value than the one that it is added to", y.call)
-    for call in _adds(walk, y, terms):
+    for call in additions(walk, y, terms):
         walk.take(call, "residual")
     return branches, out, streams[0]
 
@@ -153,61 +159,19 @@ def _alone(walk: Walk, y: Value) -> Branch:
 def _serial(
     walk: Walk, y: Value, branches: list[Branch], stream: Value, out: NormPiece | None
 ) -> tuple[list[Branch], NormPiece | None, Value]:
-    """The later of two branches, which reads the sum of the stream and the earlier one."""
-    for first, second in (branches, branches[::-1]):
-        if first.source is stream and second.source.op in ("add", "radd"):
-            terms = _terms(walk, second.source)
-            calls = _adds(walk, second.source, terms)
-            whole = _adds(walk, y, _terms(walk, y))
-            if len(terms) == 2 and len(whole) == 2 and set(calls) < set(whole):
+    """The last of several branches, which reads the sum of the stream and the earlier ones."""
+    whole = additions(walk, y, terms_of(walk, y))
+    for last in branches:
+        if last.source.op in ("add", "radd"):
+            terms = terms_of(walk, last.source)
+            calls = additions(walk, last.source, terms)
+            if len(terms) == len(branches) and {*whole} - {*calls} == {y.call} and len(calls) + 1 == len(whole):
                 walk.take(y.call, "residual")
-                return [second], out, second.source
+                return [last], out, last.source
     for branch in branches:
-        if branch.source is not stream and branch.pre is None and not _is_sum(walk, branch.source):
+        if branch.source is not stream and branch.pre is None and not is_sum(walk, branch.source):
             raise RefusedError(f"no rule takes {branch.source}", branch.source.call)
     raise RefusedError("halves that are neither one after the other nor beside each other", y.call)
-
-
-def _terms(walk: Walk, y: Value) -> list[Value]:
-    """What a sum is of, residual sums within it opened."""
-    terms: list[Value] = []
-    queue = [y]
-    while queue:
-        v = walk.through(queue.pop(0))
-        if _is_sum(walk, v):
-            queue = [*v.call.inputs, *queue]  # type: ignore[union-attr]
-        else:
-            terms.append(v)
-    return terms
-
-
-def _is_sum(walk: Walk, v: Value) -> bool:
-    call = v.call
-    if v is walk.recording.x or call is None or call.op not in ("add", "radd") or len(call.inputs) != 2 or call.kwargs:
-        return False
-    return all(i.shape == v.shape for i in call.inputs) and not any(map(walk.bias, call.inputs))
-
-
-def _adds(walk: Walk, y: Value, terms: list[Value]) -> list[Recorded]:
-    """The additions of a sum."""
-    calls: list[Recorded] = []
-    queue = [y]
-    while queue:
-        v = walk.through(queue.pop())
-        if v not in terms and v.call is not None:
-            calls.append(v.call)
-            queue += v.call.inputs
-    return calls
-
-
-def _is_closed_sum(walk: Walk, v: Value) -> bool:
-    """Whether a value is a norm of a sum: the stream of a post-norm layer."""
-    taken = dict(walk.taken)
-    found = walk.attempt(norm, walk, v)
-    if found is not None and _is_sum(walk, walk.through(found.x)):
-        return True
-    walk.taken = taken
-    return False
 
 
 def _branch(walk: Walk, term: Value) -> Branch:
@@ -221,8 +185,8 @@ def _branch(walk: Walk, term: Value) -> Branch:
             dropped = call
             walk.take(call, "residual dropout")
             v = walk.same(call.inputs[0])
-        elif v.op in _FACTORS and len(call.inputs) == 1 and (post is None or post.kind == "layerscale"):
-            m *= _ratio(v)
+        elif v.op in FACTORS and len(call.inputs) == 1 and (post is None or post.kind == "layerscale"):
+            m *= factor_of(v)
             walk.take(call, "residual multiplier")
             v = walk.same(call.inputs[0])
         elif (last := walk.attempt(linear, walk, v)) is not None:
@@ -230,8 +194,8 @@ def _branch(walk: Walk, term: Value) -> Branch:
         elif post is None and (found := walk.attempt(norm, walk, v)) is not None:
             post = found
             v = walk.same(found.x)
-        elif post is None and (scaled := walk.attempt(layer_scale, walk, v)) is not None:
-            post = scaled
+        elif (scaled := walk.attempt(layer_scale, walk, v)) is not None and (both := _scaled_by(post, scaled)):
+            post = both
             v = walk.same(scaled.x)
         elif arranges(v):
             walk.take(call, "layout")
@@ -244,11 +208,13 @@ def _branch(walk: Walk, term: Value) -> Branch:
     return _ffn(walk, branch, inner) if at is None else _attention(walk, branch, inner, at)
 
 
-def _ratio(v: Value) -> float:
-    by = ratio(v.call.inputs[0].data, v.data, v.call.numbers)  # type: ignore[union-attr]
-    if by is None:
-        raise RefusedError(f"no rule takes {v.call}", v.call)
-    return by
+def _scaled_by(post: NormPiece | None, inner: NormPiece) -> NormPiece | None:
+    """What multiplies by both; None where one half cannot."""
+    if post is None or post.kind != "layerscale":
+        return inner if post is None else None
+    if post.factor or inner.factor or (post.weight and inner.weight) or (post.gain and inner.gain):
+        return None
+    return inner._replace(weight=post.weight or inner.weight, gain=post.gain or inner.gain)
 
 
 def _attention(walk: Walk, branch: Branch, inner: Value, at: Attended) -> Branch:

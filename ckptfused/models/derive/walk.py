@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ckptfused.models.derive.recording.draws import DRAWS
 from ckptfused.models.derive.recording.evaluate import evaluated
 from ckptfused.models.derive.recording.names import words_of
 from ckptfused.models.derive.recording.record import Recording
@@ -85,7 +86,7 @@ class Walk:
         """The first value that the same calls make of the same: q and k may each be turned by tables of their own."""
         if v not in self._first:
             call, found = v.call, v
-            if call is not None and call.mask is None:
+            if call is not None and call.mask is None and call.op not in DRAWS:
                 inputs = tuple(map(self.first, call.inputs))
                 key = (call.op, call.place, inputs, tuple(map(repr, call.numbers)), tuple(call.kwargs), v.index)
                 found = self._made.setdefault(key, v)
@@ -170,18 +171,23 @@ class Walk:
         """Whether a value depends on no parameter and not on x: a mask, a table."""
         return self._of(v, self._outer, lambda root: root is not self.recording.x and not root.is_param)
 
+    def drawn(self, v: Value) -> bool:
+        """Whether a value depends on numbers that the layer draws, which are others at each call."""
+        return any(call.op in DRAWS for call in self.recording.before(v))
+
     def vector_of_samples(self, v: Value) -> bool:
-        """Whether a value is a vector for each batch element, or one for all, which does not depend on x: [B, 1, C]."""
-        x = self.recording.x
-        fits = v.data.dim() == 3 and v.shape[0] in (1, x.shape[0]) and v.shape[1:] == (1, x.shape[2])
-        return fits and self.apart(v)
+        """Whether a value is a vector for each batch element, or one for all, which does not depend on x: [B, 1, C]; or
+        one number for each, [B, 1, 1].
+        """
+        batch, _, width = self.recording.x.shape
+        return tuple(v.shape) in ((batch, 1, width), (1, 1, width), (batch, 1, 1)) and self.apart(v)
 
     def apart(self, v: Value) -> bool:
-        """Whether a value does not depend on x."""
+        """Whether a value does not depend on x; it may depend on numbers that the layer draws (stochastic depth)."""
         return self._of(v, self._apart, lambda root: root is not self.recording.x)
 
     def _of(self, v: Value, known: dict[Value, bool], allowed: Callable[[Value], bool]) -> bool:
-        """Whether a value depends on nothing random, and on such values alone."""
+        """Whether a value depends on no dropout, and on such values alone."""
         if v not in known:
             if v.call is None:
                 known[v] = allowed(v)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ckptfused.compat.pytree import tree_flatten
+from ckptfused.models.derive.recording.draws import DRAWS
 from ckptfused.models.derive.recording.evaluate import NOTHING, Rest, calls_behind
 from ckptfused.models.derive.recording.in_place import writes
 from ckptfused.models.derive.recording.names import function_name
@@ -57,6 +58,10 @@ class Recording:
         whole: a call of a module by the layer is one.
         """
         return calls_behind(ends, (since,), self.returned if whole else NOTHING)
+
+    def drawn(self) -> dict[Value, Tensor]:
+        """The random numbers beside dropout's, as they were drawn."""
+        return {v: v.data for call in self.calls if call.op in DRAWS for v in call.values}
 
     def between(self, start: Value, end: Value) -> list[Recorded]:
         """The calls by which one value depends on another, in order."""

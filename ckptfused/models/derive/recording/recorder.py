@@ -18,8 +18,7 @@ from torch.overrides import TorchFunctionMode
 from ckptfused.compat.pytree import tree_leaves
 from ckptfused.compat.torch_dispatch import tensors_of
 from ckptfused.compat.torch_modules import OPENED
-from ckptfused.eager.attention import attention
-from ckptfused.eager.dropout import dropout
+from ckptfused.models.derive.recording.draws import drawn
 from ckptfused.models.derive.recording.in_place import function_without_writing, let_go, without_writing, writes
 from ckptfused.models.derive.recording.names import code_place, function_name, words_of
 from ckptfused.ops.numerics import Modes
@@ -39,6 +38,13 @@ _VALUES = words_of(
     "is_nonzero",
 )
 """Calls whose results depend on values in a way that decides what runs."""
+_NEW: dict[str, Any] = {
+    "new_empty": torch.empty,
+    "new_zeros": torch.zeros,
+    "new_ones": torch.ones,
+    "new_full": torch.full,
+}
+"""What makes a tensor of a type and a device alone, by the calls that take these from another tensor."""
 _RETURNING = words_of("broadcast_to contiguous double dropout expand float reshape type type_as view")
 """Calls that may return their argument as it is."""
 
@@ -157,6 +163,14 @@ class CallRecorder(TorchFunctionMode):
         if func in OPENED:
             with self:
                 return OPENED[func](*args, **kwargs)
+        if op in _NEW and isinstance(args[0], Tensor):
+            kwargs = {"dtype": args[0].dtype, "device": args[0].device, **kwargs}
+            func, op, args = _NEW[op], op.removeprefix("new_"), args[1:]
+        if kwargs.get("generator") is not None:
+            raise RefusedError(f"{at}: {op} by a generator of its own")
+        if func is F.dropout and args[1:]:  # an inplace by its place, too
+            names = ("p", "training", "inplace")
+            args, kwargs = args[:1], {**kwargs, **dict(zip(names, args[1:], strict=False))}
         if self._wide:
             args, kwargs = _mapped(_widened, (args, kwargs))
             func, op = (Tensor.double, "double") if op == "float" else (func, op)
@@ -165,7 +179,7 @@ class CallRecorder(TorchFunctionMode):
         noted, written = self._written(noted, args, kwargs)
         noted.within, noted.module = self.outermost, self.within[-1] if self.within else ""
         noted.modes = self._other_modes()
-        result = self._dropped(noted, func, args, kwargs) if self._wide else None
+        result = drawn(noted, func, args, kwargs, self._generator) if self._wide else None
         result = func(*args, **kwargs) if result is None else result
         tensors, taken = tensors_of(result), tensors_of(args, kwargs)
         if not tensors:
@@ -233,35 +247,16 @@ class CallRecorder(TorchFunctionMode):
         if not writes(noted.op, kwargs):
             return noted, None
         target = next(iter(tensors_of(args, kwargs)), None)
-        if target is None or noted.op == "setitem" or noted.op == "dropout" or kwargs.get("out") is not None:
+        if target is None or noted.op == "setitem" or kwargs.get("out") is not None:
             raise RefusedError(f"{noted.place}: {noted.op} writes in place")
+        if noted.op == "dropout" and not (noted.given(2, "training", True) and noted.given(1, "p", 0.5)):
+            return noted, None
         every = itertools.chain(self._first, (v for call in self.calls for v in call.values))
         if not let_go(self.value(target), self.values, every):
             raise RefusedError(f"{noted.place}: {noted.op} writes in place to what others see")
         op, options = without_writing(noted.op), {k: v for k, v in noted.kwargs.items() if k != "inplace"}
         function = function_without_writing(noted.func, op)
         return Recorded(noted.number, function, op, noted.args, options, noted.place), target
-
-    def _dropped(self, noted: Recorded, func: Any, args: Any, kwargs: Any) -> Tensor | None:
-        """The result of a dropout, or of attention with one, by a mask that the call keeps; None of any other call."""
-        if func is F.dropout:
-            p, training = noted.given(1, "p", 0.5), noted.given(2, "training", True)
-            if not training or p == 0:
-                return None
-            x = args[0] if args else kwargs["input"]
-            noted.mask = torch.rand(x.shape, generator=self._generator) >= p
-            return dropout(x, noted.mask, p)
-        if func is F.scaled_dot_product_attention and (p := noted.given(4, "dropout_p", 0.0)) > 0:
-            q, k, v = (args[i] if len(args) > i else kwargs[n] for i, n in enumerate(("query", "key", "value")))
-            mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
-            noted.mask = torch.rand(*q.shape[:-1], k.size(-2), generator=self._generator) >= p
-            kind = "none" if mask is None else "keep" if mask.dtype == torch.bool else "add"
-            mask = mask if mask is None else mask[(None,) * (4 - mask.dim())]
-            causal, scale = noted.given(5, "is_causal", False), noted.kwargs.get("scale")
-            return attention(
-                q, k, v, mask=mask, mask_kind=kind, causal=causal, scale=scale, keep=noted.mask, p=p, window=0
-            )[0]
-        return None
 
 
 def _mapped(function: Callable[[Any], Any], value: Any) -> Any:

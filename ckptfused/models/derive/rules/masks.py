@@ -71,6 +71,8 @@ def take_all(walk: Walk, v: Value) -> None:
 
 def with_mask(walk: Walk, found: Core, mask: Value, kind: str) -> Core:
     """The core with one more mask, given or the layer's own, or with the two that it is the sum of."""
+    if walk.drawn(mask):
+        raise RefusedError("a mask that is drawn", mask.call)
     if mask.data.dtype == torch.bool and kind == "add":
         raise RefusedError("a boolean mask is added", mask.call)
     if kind == "add" and mask.op in ("add", "radd") and len(mask.call.inputs) == 2:  # type: ignore[union-attr]
@@ -115,8 +117,10 @@ def _computed(walk: Walk, found: Core, mask: Value) -> Outer:
     raise RefusedError("a mask of unknown arrangement", mask.call)
 
 
-def named(walk: Walk, v: Value) -> str:
-    """The name of a value that the layer is given, or computes of that."""
+def named(walk: Walk, v: Value, drawn: bool = False) -> str:
+    """The name of a value that the layer is given, or computes of that; drawn: and of numbers that it draws."""
+    if not drawn and walk.drawn(v):
+        raise RefusedError("what is made once for all layers depends on what is drawn", v.call)
     return v.name if v.call is None else computed(walk, walk.first(v))
 
 

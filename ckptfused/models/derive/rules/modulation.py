@@ -1,4 +1,6 @@
-"""Norms whose result is multiplied and shifted by vectors of each batch element, which come from outside (adaLN)."""
+"""Norms whose result is multiplied and shifted by vectors of each batch element, which come from outside (adaLN) or
+are drawn (stochastic depth).
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,15 @@ class Modulated(NamedTuple):
     stem: str
     """What the names of its slots begin with: `"attn.pre"`, …"""
     made_of: tuple[Outer | None, ...]
-    """Its own weight and bias, [C], and the gain and shift of each batch element, [B, 1, C]."""
+    """Its own weight and bias, [C], and the gain and shift of each batch element, [B, 1, C] or [B, 1, 1]."""
 
     def slots(self, outer: Mapping[str, Tensor], x: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Its slots and their tensors, [B, C]. outer: what stands outside, by name."""
         vectors = combined(*(None if t is None else outer[t.name] for t in self.made_of))
         for kind, vector in zip("wb", vectors, strict=True):
             if vector is not None:
-                yield f"{self.stem}_{kind}", vector.expand(x.size(0), 1, x.size(2))[:, 0]
+                numbers = vector if vector.is_floating_point() else vector.to(x.dtype)
+                yield f"{self.stem}_{kind}", numbers.expand(x.size(0), 1, x.size(2))[:, 0]
 
 
 class Factor(NamedTuple):

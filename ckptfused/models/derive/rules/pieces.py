@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ckptfused.compat.pytree import tree_leaves
 from ckptfused.eager.norm import norm as eager_norm
 from ckptfused.models.derive.recording.names import words_of
 from ckptfused.models.derive.recording.recorder import RefusedError, Value
@@ -69,6 +70,11 @@ def linear(walk: Walk, v: Value) -> Linear:
         w = walk.parameter(operands[1])
         bias = walk.parameter(operands[2]) if len(operands) > 2 else ""
         if w and (bias or len(operands) == 2):
+            walk.take(call, "projection")
+            return Linear(w, bias, False, operands[0], v, module=call.module)
+    elif call.op == "conv1d" and operands[1].shape[2:] == (1,) and all(n in (0, 1) for n in tree_leaves(call.numbers)):
+        if w := walk.parameter(operands[1]):
+            bias = walk.parameter(operands[2]) if len(operands) > 2 else ""
             walk.take(call, "projection")
             return Linear(w, bias, False, operands[0], v, module=call.module)
     elif call.op == "addmm" and not call.kwargs and (w := walk.parameter(operands[2])):
@@ -143,7 +149,7 @@ def _norm_of(walk: Walk, v: Value, x: Value) -> NormPiece:
         if at is x:
             met = True
         elif walk.vector_of_samples(at):
-            vectors[named(walk, at)] = at
+            vectors[named(walk, at, drawn=True)] = at
         elif name := walk.parameter(at):
             params[name] = at.data
         elif at.call is not None and at.op in _NORM and len(seen) < _MOST:
@@ -213,12 +219,12 @@ def layer_scale(walk: Walk, v: Value) -> NormPiece:
             if walk.vector_of_samples(weight) and x.shape == v.shape:
                 walk.take(call, "LayerScale")
                 walk.take_before(MODULATION, weight)
-                return NormPiece("layerscale", 1e-5, "", "", x, gain=named(walk, weight))
+                return NormPiece("layerscale", 1e-5, "", "", x, gain=named(walk, weight, drawn=True))
             of_a_sum = walk.same(x).op in ("add", "radd")  # Gemma 4's last product is of all
             if weight.data.numel() == 1 and walk.apart(weight) and x.shape == v.shape and not of_a_sum:
                 walk.take(call, "LayerScale")
                 walk.take_before("LayerScale", weight)
-                return NormPiece("layerscale", 1e-5, "", "", x, factor=named(walk, weight))
+                return NormPiece("layerscale", 1e-5, "", "", x, factor=named(walk, weight, drawn=True))
     raise RefusedError("not LayerScale", call)
 
 

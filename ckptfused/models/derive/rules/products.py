@@ -33,6 +33,12 @@ def by_heads(t: Tensor, batch: int) -> Tensor | None:
     return t if t.dim() == 4 else None
 
 
+def token_by_token(t: Tensor, rows: tuple[int, int]) -> Tensor:
+    """A tensor token by token, [*rows, W]; that of [B, W, T], beside convolutions, too."""
+    by_columns = t.dim() == 3 and t.shape[:2] != rows and t.shape[::2] == rows
+    return t.transpose(1, 2) if by_columns else t.reshape(*rows, -1)
+
+
 def head_product(call: Recorded, batch: int, left: Value | None = None) -> HeadProduct:
     """The product that a call is. left: which of its operands stands at the left, where that is known.
 
