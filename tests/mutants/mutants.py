@@ -504,6 +504,20 @@ MUTANTS = (
         test="tests/models/derive/test_tails.py::test_a_factor_of_all_is_no_step[h.mul_(self.factor)]",
     ),
     Mutant(
+        "x [T, B, C] read as [B, T, C]",
+        file="ckptfused/models/derive/normal_form.py",
+        text="seq_first=self.seq_first, q_scale",
+        defect="q_scale",
+        test="tests/models/derive/test_sequence_first.py::test_masks[none-Block]",
+    ),
+    Mutant(
+        "what a layer makes of x [T, B, C] beside the op, made of x as it is",
+        file="ckptfused/models/derive/derive.py",
+        text="            if proof.reading.seq_first and here.x in call.inputs:\n",
+        defect="            if False:\n",
+        test="tests/models/derive/test_sequence_first.py::test_what_is_not_such_a_block_runs_as_written[SeenByValue]",
+    ),
+    Mutant(
         "two draws by the same calls are one",
         file="ckptfused/models/derive/walk.py",
         text=" and call.op not in DRAWS:\n                inputs",

@@ -38,16 +38,17 @@ class TooManyError(RefusedError):
     """A layer with more numbers in its weights than are made for a proof."""
 
 
-class Opaques(NamedTuple):
-    """What of a layer is not read, and called as it is."""
+class Reading(NamedTuple):
+    """How a layer is read: what of it is not, and is called as it is, and whether its x is [T, B, C]."""
 
     modules: Mapping[str, nn.Module] = types.MappingProxyType({})
     """What stands in copies of the layer for modules within, by their names."""
     calls: frozenset[tuple[str, str]] = frozenset()
     """Calls of the layer's own code: what, and in which line."""
+    seq_first: bool = False
 
 
-NO_OPAQUES = Opaques()
+PLAIN_READING = Reading()
 
 
 class Sizes(NamedTuple):
@@ -70,17 +71,17 @@ class Sizes(NamedTuple):
 
 
 def layer_copy(
-    layer: nn.Module, made: Callable[[Tensor, bool], Tensor], placed: bool = True, opaque: Opaques = NO_OPAQUES
+    layer: nn.Module, made: Callable[[Tensor, bool], Tensor], placed: bool = True, reading: Reading = PLAIN_READING
 ) -> nn.Module:
     """A copy of a layer as its class runs it: no forward of its own, no hooks, no adapters. What is no module, tensor
     or container is shared. made: the tensor in another's place; the flag says that it is a parameter. placed: it knows
-    where in the model it stands. opaque: what stands for modules within.
+    where in the model it stands. reading: what stands for modules within.
 
     **Raises** `RefusedError` where it cannot be copied.
     """
-    memo: dict[int, Any] = {id(layer.get_submodule(name)): stand for name, stand in opaque.modules.items()}
+    memo: dict[int, Any] = {id(layer.get_submodule(name)): stand for name, stand in reading.modules.items()}
     stored: dict[nn.Module, nn.Module] = {}
-    for module in _copied(layer, opaque):
+    for module in _copied(layer, reading):
         if module is not layer and is_quantized(module):
             memo[id(module)] = plain = OfNumbers(module)
             for name, numbers in plain.named_parameters():
@@ -173,9 +174,9 @@ def _closed_over(function: types.FunctionType, copies: dict[int, Any]) -> types.
     return made
 
 
-def _copied(layer: nn.Module, opaque: Opaques) -> Iterator[nn.Module]:
+def _copied(layer: nn.Module, reading: Reading) -> Iterator[nn.Module]:
     """The modules of a layer without those that something stands for, and those that make numbers of stored stacks."""
-    apart = {id(module) for name in opaque.modules for module in layer.get_submodule(name).modules()}
+    apart = {id(module) for name in reading.modules for module in layer.get_submodule(name).modules()}
     for module in filter(stack_numbers, layer.modules()):
         apart |= {id(within) for within in module.get_submodule("parametrizations").modules()}
     return (module for module in layer.modules() if id(module) not in apart)
@@ -186,12 +187,12 @@ def wide(
     generator: torch.Generator,
     placed: bool = True,
     dense: bool = False,
-    opaque: Opaques = NO_OPAQUES,
+    reading: Reading = PLAIN_READING,
 ) -> nn.Module:
     """A copy in float64 on the CPU: weights are random, buffers as they were. dense: no matrix is a `stand_in`."""
     stands = (lambda t: None) if dense else stand_in
     sizes: Counter[str] = Counter()
-    for name, p in layer_without_data(layer, placed, opaque).named_parameters():
+    for name, p in layer_without_data(layer, placed, reading).named_parameters():
         sizes[name.partition(".")[0]] += p.numel() if stands(p) is None else 0
     if (size := sizes.total()) > MOST_WEIGHTS:
         raise TooManyError(
@@ -210,12 +211,12 @@ def wide(
         found = torch.randn(t.shape, dtype=torch.float64, generator=generator)
         return found / t.shape[-1] ** 0.5 if t.dim() > 1 else found * 0.4 + 0.6
 
-    return layer_copy(layer, made, placed, opaque)
+    return layer_copy(layer, made, placed, reading)
 
 
-def layer_without_data(layer: nn.Module, placed: bool = True, opaque: Opaques = NO_OPAQUES) -> nn.Module:
+def layer_without_data(layer: nn.Module, placed: bool = True, reading: Reading = PLAIN_READING) -> nn.Module:
     """A copy on the meta device."""
-    return layer_copy(layer, _shape_of, placed, opaque)
+    return layer_copy(layer, _shape_of, placed, reading)
 
 
 def _shape_of(t: Tensor, parameter: bool) -> Tensor:
@@ -226,7 +227,7 @@ def resized_call(
     args: Any, kwargs: Any, sizes: Sizes, generator: torch.Generator, first_key: bool, folded: bool = False
 ) -> tuple[Any, Any]:
     """A call of other sizes with random values in float64. first_key: what boolean masks say of the first key. folded:
-    what is [n, 1, T] has an entry for each head of each batch element, not for each head; and what is [B, …, C], or
+    what is [n, 1 or T, T] has an entry for each head of each batch element, not for each head; what is [B, …, C], or
     [B] integers, goes with the batch alone, whatever else is as long as x.
     """
     leaves, tree = tree_flatten((args, kwargs))
@@ -262,7 +263,7 @@ def _resized(t: Tensor, was: Sizes, now: Sizes, generator: torch.Generator, firs
     turned = (was.tokens, was.tokens - was.first)
     table = t.is_floating_point() and t.dim() in (2, 3) and t.size(-2) in turned and not adds
     pairs = t.is_floating_point() and t.dim() > 2 and t.size(-1) == 2
-    folded = adds or (folded and t.is_floating_point() and t.shape[1:] == (1, was.tokens))
+    folded = adds or (folded and t.dim() == 3 and t.size(1) in (1, was.tokens) and t.size(2) == was.tokens)
     shape = list(t.shape)
     for i, size in enumerate(shape):
         if i == 0 and size == was.batch and (t.dim() > 1 or size != was.tokens) and not (t.dim() == 2 and table):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ckptfused.compat.pytree import tree_map
-from ckptfused.models.derive.copies import Opaques, Sizes, layer_without_data
+from ckptfused.models.derive.copies import PLAIN_READING, Reading, Sizes, layer_without_data
 from ckptfused.models.derive.flash import spelled_out
 from ckptfused.models.derive.normal_form import DerivedLayer
 from ckptfused.models.derive.opaque import CAST_CALLS, Opaque
@@ -24,10 +24,11 @@ from ckptfused.models.derive.recording.record import (
     record,
     refuse_objects,
     tensors_held,
+    turned_round,
 )
 from ckptfused.models.derive.recording.recorder import Recorded, RefusedError, Value
 from ckptfused.models.derive.rules.masks import seen_by_place
-from ckptfused.models.derive.structure import same_shapes, same_window
+from ckptfused.models.derive.structure import attends_first, same_shapes, same_window
 from ckptfused.models.derive.walk import CASTS
 from ckptfused.models.describe.own_forward import IndexReadError
 from ckptfused.ops.numerics import Modes
@@ -69,7 +70,7 @@ class Derivation(NamedTuple):
     def layout(self) -> DerivedLayer:
         """The proved layout, as it is in calls of this size."""
         assert self.proof is not None
-        return self.proof.layout._replace(window=self.here.window)
+        return self.proof.layout._replace(window=self.here.window, seq_first=self.proof.reading.seq_first)
 
 
 def derive(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], placed: bool = True) -> Derivation:
@@ -82,14 +83,29 @@ def derive(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], plac
 
 
 def _derived(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], placed: bool) -> Derivation:
-    opaque = Opaques()
+    found, seq_first = _derived_by(PLAIN_READING, layer, args, kwargs, placed)
+    if found.why and seq_first:
+        args, kwargs = turned_round((args, kwargs))
+        turned, _ = _derived_by(Reading(seq_first=True), layer, args, kwargs, placed)
+        return found if turned.proof is None else turned
+    return found
+
+
+def _derived_by(
+    reading: Reading, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], placed: bool
+) -> tuple[Derivation, bool]:
+    """What a layer computes that is read so, or with more of it left as it is, and whether it attends over the first
+    dimension of x.
+    """
     whole: RefusedError | None = None
+    seq_first = False
     while True:
         here = None
         try:
             with _unseen(layer):
-                here = _recorded_here(layer, args, kwargs, placed, opaque)
-                proof = prove(layer, args, kwargs, placed=placed, opaque=opaque)
+                here = _recorded_here(layer, args, kwargs, placed, reading)
+                seq_first = seq_first or attends_first(here)
+                proof = prove(layer, args, kwargs, placed=placed, reading=reading)
                 found = _hold(proof, layer, here)
             break
         except RefusedError as error:
@@ -97,31 +113,32 @@ def _derived(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], pl
             error.__traceback__ = error.__cause__ = error.__context__ = None
             whole = whole or error
             taken = here is not None or not str(error).startswith(RAISED)
-            more = _also_opaque(layer, opaque, error) if taken else None
+            more = _also_opaque(layer, reading, error) if taken else None
             if more is None:
-                return Derivation(None, str(whole), whole.call, tuple(whole.calls))
-            opaque = more
+                return Derivation(None, str(whole), whole.call, tuple(whole.calls)), seq_first
+            reading = more
         except IndexReadError:
             raise
         except Exception as error:  # rules meet what nobody thought of: the layer then runs as it is
             why = f"it cannot be read ({type(error).__name__}: {error})"
-            return Derivation(None, str(whole or why))
+            return Derivation(None, str(whole or why)), seq_first
     first = proof.recordings[0]
     calls = tuple(first.before(first.end))
-    return Derivation(proof, "" if whole is None else str(whole), calls=calls, here=found)
+    return Derivation(proof, "" if whole is None else str(whole), calls=calls, here=found), seq_first
 
 
-def _also_opaque(layer: nn.Module, opaque: Opaques, error: RefusedError) -> Opaques | None:
+def _also_opaque(layer: nn.Module, reading: Reading, error: RefusedError) -> Reading | None:
     """What is not read, with the module in which an error came to light, or the call of the layer's own code; None if
     it is among them, or they are too many.
     """
-    modules, calls = opaque
+    modules, calls, _ = reading
     if error.within:
         modules = {error.within: Opaque(layer.get_submodule(error.within)), **modules}
     elif error.call is not None:
         calls |= {(error.call.op, error.call.place)}
     grown = len(modules) + len(calls)
-    return Opaques(modules, calls) if len(opaque.modules) + len(opaque.calls) < grown <= MOST_OPAQUE else None
+    more = len(reading.modules) + len(reading.calls) < grown <= MOST_OPAQUE
+    return Reading(modules, calls) if more and not reading.seq_first else None
 
 
 @contextmanager
@@ -159,11 +176,12 @@ def _alone(function: Callable[[], T]) -> T:
 
 
 def _recorded_here(
-    layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], placed: bool, opaque: Opaques
+    layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], placed: bool, reading: Reading
 ) -> Recording:
     """The recording of this very call on tensors without data."""
     args, kwargs = tree_map(lambda v: _without_data(v) if isinstance(v, Tensor) else v, (args, kwargs))
-    return record(layer_without_data(layer, placed, opaque), args, kwargs, wide=False, opaque=opaque.calls)
+    copy, opaque, seq_first = layer_without_data(layer, placed, reading), reading.calls, reading.seq_first
+    return record(copy, args, kwargs, wide=False, opaque=opaque, seq_first=seq_first)
 
 
 def refuted_by(
@@ -173,9 +191,12 @@ def refuted_by(
     that follow from those of the proof, and a mask of the layer's own that is causal here too.
     """
 
+    if proof.reading.seq_first:
+        args, kwargs = turned_round((args, kwargs))
+
     def held_to() -> Here:
         with _unseen(layer):
-            return _hold(proof, layer, _recorded_here(layer, args, kwargs, placed, proof.opaque))
+            return _hold(proof, layer, _recorded_here(layer, args, kwargs, placed, proof.reading))
 
     try:
         return _alone(held_to)
@@ -201,9 +222,9 @@ def _hold(proof: Proof, layer: nn.Module, here: Recording) -> Here:
             raise RefusedError(f"{call.op} under another autocast than the layer's", call)
     (number, kind), window = proof.layout.own_mask, 0
     kept = [call.number for call in proof.recordings[0].before(proof.recordings[0].y)]
-    if number >= 0:
+    tokens = here.x.shape[1]
+    if number >= 0 and tokens > 1:  # of one token it hides nothing, or all
         mask = _matching(proof.recordings[0], here, kept.index(number))
-        tokens = here.x.shape[1]
         buffers = {f"buffer:{name}": data_behind(t).cpu() for name, t in tensors_held(layer)}
         made = evaluated(mask.values[0], buffers.__getitem__, torch.device("cpu"))
         seen = seen_by_place(made, kind, tokens, tokens)
@@ -216,6 +237,8 @@ def _hold(proof: Proof, layer: nn.Module, here: Recording) -> Here:
         recipes[name] = value = _matching(proof.recordings[0], here, kept.index(place)).values[index]
         for call in here.before(value, whole=True):
             refuse_objects(call)
+            if proof.reading.seq_first and here.x in call.inputs:
+                raise RefusedError("what stands outside depends on an x that is [T, B, C]", call)
     return Here(recipes, window, here.rest, here.returned)
 
 

@@ -82,7 +82,7 @@ class Derived(Family):
             name: leaves[i] if i >= 0 else outer_tensor(found, held, leaves, name, known) for name, i in found.outer
         }
         inputs = found.layout.inputs(leaves[found.x], outer)
-        if flash and inputs.masks.mask is None and inputs.masks.padding is None:
+        if flash and not inputs.seq_first and inputs.masks.mask is None and inputs.masks.padding is None:
             bounds = packed(layer, inputs.x, args, kwargs)
             if isinstance(bounds, Reason):
                 return bounds

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from ckptfused.eager.activation import FUNCTIONS
@@ -83,44 +84,43 @@ class DerivedLayer(NamedTuple):
     """The causal mask that the layer makes itself: its call's number in the recording, and its kind."""
     q_scale: Outer | None = None
     """Factors of q by position."""
+    seq_first: bool = False
+    """Whether x is [T, B, C]."""
     vectors: tuple[Modulated | Factor | Coefficients, ...] = ()
     """What a call gives: vectors of each batch element to norms, coefficients to an activation."""
 
     def parts(self, layer: nn.Module) -> Parts:
         """The pieces of a layer, as they are now."""
-        attn, ffn = self.attn, self.ffn
-        return Parts(
-            None if attn is None else _attention(layer, attn, self.window),
-            None if ffn is None else _ffn(layer, ffn),
-            self.parallel,
-        )
+        attn = None if self.attn is None else _attention(layer, self.attn, self.window)
+        ffn = None if self.ffn is None else _ffn(layer, self.ffn)
+        return Parts(attn, ffn, self.parallel)
 
     def inputs(self, x: Tensor, outer: dict[str, Tensor]) -> Inputs:
         """A call in the block's terms. outer: what stands outside, by the names of a recording."""
-        masks = NO_MASK
+        masks, (batch, tokens) = NO_MASK, x.shape[1::-1] if self.seq_first else x.shape[:2]
         if self.mask is not None:
-            mask, kind = _mask(outer[self.mask.name], self.mask.form, x.size(0)), self.kind
+            mask, kind = _mask(outer[self.mask.name], self.mask.form, batch), self.kind
             if self.also:
-                mask, kind = self._joined(x, outer), "add"
+                mask, kind = self._joined(x.dtype, batch, outer), "add"
             padding = None if self.padding is None else outer[self.padding.name]
             masks = Mask(mask, kind, padding, self.padding_kind, self.causal)
         elif self.causal:
             masks = Mask(causal=True)
-        cos, sin = (None if t is None else table_of(outer[t.name], t.form, x.size(1)) for t in (self.cos, self.sin))
+        cos, sin = (None if t is None else table_of(outer[t.name], t.form, tokens) for t in (self.cos, self.sin))
         vectors = dict(found for one in self.vectors for found in one.slots(outer, x))
         q_scale = None if self.q_scale is None else outer[self.q_scale.name].squeeze()
-        return Inputs(x, masks, cos, sin, q_scale=q_scale, vectors=vectors)
+        return Inputs(x, masks, cos, sin, seq_first=self.seq_first, q_scale=q_scale, vectors=vectors)
 
-    def _joined(self, x: Tensor, outer: dict[str, Tensor]) -> Tensor:
+    def _joined(self, dtype: torch.dtype, batch: int, outer: dict[str, Tensor]) -> Tensor:
         """All masks as one that is added."""
         given = ((self.mask, self.kind), *self.also)
         of = tuple(outer[t.name] for t, _ in given if t is not None)
 
         def made() -> Tensor:
-            arranged = (_mask(outer[t.name], t.form, x.size(0)) for t, _ in given if t is not None)
-            return joined_masks(zip(arranged, (kind for _, kind in given), strict=True), x.dtype)
+            arranged = (_mask(outer[t.name], t.form, batch) for t, _ in given if t is not None)
+            return joined_masks(zip(arranged, (kind for _, kind in given), strict=True), dtype)
 
-        return once(of, (given, x.dtype, x.size(0)), made)
+        return once(of, (given, dtype, batch), made)
 
     def masks(self, recording: Recording) -> dict[int, Tensor]:
         """The keep masks that a recording drew, by site."""

@@ -13,7 +13,7 @@ from ckptfused.eager.from_op import plain_block
 from ckptfused.layer.call import build_call, learned
 from ckptfused.layer.parts import Reason
 from ckptfused.layer.spec_text import Mode
-from ckptfused.models.derive.copies import NO_OPAQUES, Opaques, Sizes, TooManyError, resized_call, wide
+from ckptfused.models.derive.copies import PLAIN_READING, Reading, Sizes, TooManyError, resized_call, wide
 from ckptfused.models.derive.factors import Factored, UnfactoredError
 from ckptfused.models.derive.normal_form import DerivedHalf, DerivedLayer, layout_of
 from ckptfused.models.derive.read import Form, read
@@ -39,7 +39,7 @@ class Proof(NamedTuple):
     recordings: tuple[Recording, ...]
     rules: dict[Recorded, str]
     """The rule that took each call of the first recording."""
-    opaque: Opaques
+    reading: Reading
     """The modules that were not followed."""
     errors: dict[str, float]
     """The largest relative error of the result and of every gradient, over all shapes."""
@@ -51,36 +51,36 @@ def prove(
     kwargs: dict[str, Any],
     seed: int = 0,
     placed: bool = True,
-    opaque: Opaques = NO_OPAQUES,
+    reading: Reading = PLAIN_READING,
 ) -> Proof:
-    """The normal form of a layer that is called so, proved at two shapes. opaque: as in `copies.layer_copy`; of what
+    """The normal form of a layer that is called so, proved at two shapes. reading: as in `copies.layer_copy`; of what
     stands beside the half that is fused, with these, it is proved that it can be called again.
 
     **Raises** `RefusedError` saying which call no rule takes, or where and by how much the two differ.
     """
     first = Sizes.of(args, kwargs).first
     try:
-        return _proved_with(layer, args, kwargs, seed, placed, opaque, first)
+        return _proved_with(layer, args, kwargs, seed, placed, reading, first)
     except RefusedError:
         if first == 0:
             raise
-        return _proved_with(layer, args, kwargs, seed, placed, opaque, 0)  # what is alike may be no tables
+        return _proved_with(layer, args, kwargs, seed, placed, reading, 0)  # what is alike may be no tables
 
 
 def _proved_with(
-    layer: nn.Module, args: Any, kwargs: Any, seed: int, placed: bool, opaque: Opaques, first: int
+    layer: nn.Module, args: Any, kwargs: Any, seed: int, placed: bool, reading: Reading, first: int
 ) -> Proof:
     try:
-        return _proved(layer, args, kwargs, seed, placed, opaque, first, dense=False)
+        return _proved(layer, args, kwargs, seed, placed, reading, first, dense=False)
     except UnfactoredError as error:
         try:
-            return _proved(layer, args, kwargs, seed, placed, opaque, first, dense=True)
+            return _proved(layer, args, kwargs, seed, placed, reading, first, dense=True)
         except TooManyError:
             raise error from None
 
 
 def _proved(
-    layer: nn.Module, args: Any, kwargs: Any, seed: int, placed: bool, opaque: Opaques, first: int, dense: bool
+    layer: nn.Module, args: Any, kwargs: Any, seed: int, placed: bool, reading: Reading, first: int, dense: bool
 ) -> Proof:
     generator = torch.Generator().manual_seed(seed)
     if not torch.is_grad_enabled():
@@ -88,12 +88,12 @@ def _proved(
     found: list[tuple[DerivedLayer, str, Recording]] = []
     rules: dict[Recorded, str] = {}
     errors: dict[str, float] = {}
-    own = wide(layer, generator, placed, dense, opaque)
+    own = wide(layer, generator, placed, dense, reading)
     factored = Factored(own, generator)
     with torch.enable_grad(), torch.autocast("cpu", enabled=False):
         for batch, tokens, _ in SHAPES:
             sizes = Sizes(batch, tokens + first, first)
-            recording, (form, walk) = _recorded(own, (args, kwargs), sizes, generator, factored, opaque)
+            recording, (form, walk) = _recorded(own, (args, kwargs), sizes, generator, factored, reading)
             layout, text, differing = _compared(own, form, walk, factored)
             found.append((layout, text, recording))
             rules = rules or walk.taken
@@ -104,7 +104,7 @@ def _proved(
         if not same or _comparable(one._replace(window=layout.window)) != _comparable(layout):
             raise RefusedError("what it computes depends on the shape of x: " + " and ".join(t for _, t, _ in found))
     same_structure(found[0][2], found[1][2])
-    return Proof(layout, text, tuple(recording for *_, recording in found), rules, opaque, errors)
+    return Proof(layout, text, tuple(recording for *_, recording in found), rules, reading, errors)
 
 
 def _comparable(layout: DerivedLayer) -> DerivedLayer:
@@ -118,9 +118,9 @@ def _comparable(layout: DerivedLayer) -> DerivedLayer:
 
 
 def _recorded(
-    own: nn.Module, call: Any, sizes: Sizes, generator: torch.Generator, factored: Factored, opaque: Opaques
+    own: nn.Module, call: Any, sizes: Sizes, generator: torch.Generator, factored: Factored, reading: Reading
 ) -> tuple[Recording, tuple[Form, Walk]]:
-    given = (own, call, sizes, generator, factored, opaque)
+    given = (own, call, sizes, generator, factored, reading)
     try:
         return _recorded_with(*given, folded=False)
     except RefusedError as error:
@@ -131,13 +131,14 @@ def _recorded(
 
 
 def _recorded_with(
-    own: nn.Module, call: Any, sizes: Sizes, generator: Any, factored: Factored, opaque: Opaques, folded: bool
+    own: nn.Module, call: Any, sizes: Sizes, generator: Any, factored: Factored, reading: Reading, folded: bool
 ) -> tuple[Recording, tuple[Form, Walk]]:
     trouble: RefusedError | None = None
     for first_key in (True, False):
         given = resized_call(call[0], call[1], sizes, generator, first_key, folded)
         with factored:
-            recording = record(own, *given, wide=True, generator=generator, opaque=opaque.calls)
+            of = {"opaque": reading.calls, "seq_first": reading.seq_first}
+            recording = record(own, *given, wide=True, generator=generator, **of)  # type: ignore[arg-type]
         if recording.y.data.isfinite().all():
             return recording, read(recording)
         trouble = RefusedError("its result is not finite", recording.y.call)

@@ -28,6 +28,14 @@ def same_structure(a: Recording, b: Recording) -> None:
         raise RefusedError("other calls at another shape, type or length", b.y.call)
 
 
+def attends_first(recording: Recording) -> bool:
+    """Whether a recording attends over the first dimension of x, which then is [T, B, C]."""
+    keys = {"scaled_dot_product_attention": (1, -2), "softmax": (0, -1)}
+    attentions = ((call.inputs, *keys[call.op]) for call in recording.calls if call.op in keys)
+    shapes = ((of[i].shape, dim) for of, i, dim in attentions if len(of) > i and of[i].data.dim() > 2)
+    return any(shape[dim] == recording.x.shape[0] for shape, dim in shapes)
+
+
 def same_window(proved: int, here: int, tokens: int) -> bool:
     """Whether windows that were seen, the second at a length, may be one: 0, all that there is, may be a wider one."""
     return here == proved or not proved or (not here and tokens <= proved)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ckptfused.compat.pytree import tree_flatten
+from ckptfused.compat.pytree import tree_flatten, tree_unflatten
 from ckptfused.models.derive.recording.draws import DRAWS
 from ckptfused.models.derive.recording.evaluate import NOTHING, Rest, calls_behind
 from ckptfused.models.derive.recording.in_place import writes
@@ -152,9 +152,11 @@ def record(
     wide: bool,
     generator: torch.Generator | None = None,
     opaque: Collection[tuple[str, str]] = (),
+    seq_first: bool = False,
 ) -> Recording:
     """The recording of a copy's forward (see `copies`). x is its first argument, or the first tensor among them.
-    opaque: calls of its own, by what and where, that are not to be read.
+    opaque: calls of its own, by what and where, that are not to be read. seq_first: it is given x turned round,
+    [T, B, C], and what it makes of that is turned back.
 
     **Raises** `RefusedError` where the forward does what no recording can follow.
     """
@@ -175,7 +177,11 @@ def record(
     drawn = random.getstate(), torch.get_rng_state() if wide else None
     try:
         with recorder.watching(layer), roots[0].data.device, recorder:  # where a forward makes its own masks
-            y = type(layer).forward(layer, *args, **kwargs)
+            if seq_first:
+                inner, options = turned_round((args, kwargs))
+                y = turned_round(type(layer).forward(layer, *inner, **options))
+            else:
+                y = type(layer).forward(layer, *args, **kwargs)
     except RefusedError as error:
         error.within = error.within or recorder.outermost
         raise
@@ -191,6 +197,13 @@ def record(
     if tree_left != tree or any(a is not b for a, b in zip(given, left, strict=True)):
         raise RefusedError("its forward writes to a list or dict that it is given")
     return Recording(recorder, roots[0], y, _weights_unasked(layer, args, kwargs), opaque)
+
+
+def turned_round(value: Any) -> Any:
+    """A pytree, the first two dimensions of the first tensor in which are swapped."""
+    leaves, tree = tree_flatten(value)
+    first = next((i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)), -1)
+    return tree_unflatten([leaf.transpose(0, 1) if i == first else leaf for i, leaf in enumerate(leaves)], tree)
 
 
 def _weights_unasked(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -34,9 +34,12 @@ def by_heads(t: Tensor, batch: int) -> Tensor | None:
 
 
 def token_by_token(t: Tensor, rows: tuple[int, int]) -> Tensor:
-    """A tensor token by token, [*rows, W]; that of [B, W, T], beside convolutions, too."""
-    by_columns = t.dim() == 3 and t.shape[:2] != rows and t.shape[::2] == rows
-    return t.transpose(1, 2) if by_columns else t.reshape(*rows, -1)
+    """A tensor token by token, [*rows, W]; that of [B, W, T], beside convolutions, and that of [T, B, W], too."""
+    if t.dim() == 3 and t.shape[:2] != rows:
+        for turned in (t.transpose(1, 2), t.transpose(0, 1)):
+            if turned.shape[:2] == rows:
+                return turned
+    return t.reshape(*rows, -1)
 
 
 def head_product(call: Recorded, batch: int, left: Value | None = None) -> HeadProduct:
