@@ -9,6 +9,10 @@ layer is not what a block computes.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from ckptfused.cli.errors import NO
@@ -19,7 +23,7 @@ if TYPE_CHECKING:
 
     from ckptfused.models.derive.derive import Derivation
 
-Calls = dict[int, tuple[tuple[Any, ...], dict[str, Any]]]
+Calls = dict[str, tuple[tuple[Any, ...], dict[str, Any]]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,41 +46,60 @@ def derived(model: nn.Module, batch: Any) -> list[tuple[list[str], str, Derivati
     from ckptfused.models.derive.derive import Derivation, derive
     from ckptfused.models.describe.counts import kind_of
 
-    layers = [(name, layer) for name, layer, _ in find.layers(model)] or [("", model)]
-    calls = layer_calls(model, batch, [layer for _, layer in layers])
+    layers = {name: layer for name, layer, _ in find.layers(model)} or {"": model}
+    calls = layer_calls(model, batch, [*layers])
     found: dict[Any, tuple[list[str], str, Derivation]] = {}
-    for name, layer in layers:
-        if id(layer) not in calls:
+    for name, layer in layers.items():
+        if name not in calls:
             key: Any = name
             derivation = Derivation(None, "the model was not called with it")
         else:
-            key = kind_of(layer, *calls[id(layer)])
-            derivation = found[key][2] if key in found else derive(layer, *calls[id(layer)])
+            key = kind_of(layer, *calls[name])
+            derivation = found[key][2] if key in found else derive(layer, *calls[name])
         found.setdefault(key, ([], type(layer).__name__, derivation))[0].append(name)
     return list(found.values())
 
 
-def layer_calls(model: nn.Module, batch: Any, layers: list[nn.Module]) -> Calls:
-    """What each layer is first called with in a forward of the model, which runs once without gradients."""
+def layer_calls(model: nn.Module, batch: Any, layers: list[str]) -> Calls:
+    """What layers, by name, are first called with: in a forward of the model, which runs once without gradients, or, of
+    a model without data, in a predicted step of a copy.
+    """
     import torch
 
-    from ckptfused.models.cache_arguments import left_empty
-    from ckptfused.profiler.step import model_output as run_model
+    from ckptfused.profiler.predict import predicted, simulated
+    from ckptfused.profiler.step import TrainingStep, model_output
+    from ckptfused.simulate.devices import device_named
 
+    if any(p.is_meta for p in model.parameters()):
+        device = device_named("h200")
+        with simulated(model, TrainingStep(batch, None, device)) as (copy, step), _noted(copy, layers) as noted:
+            predicted(copy, step)
+    else:
+        with _noted(model, layers) as noted, torch.no_grad():
+            model_output(model, batch)
     calls: Calls = {}
-
-    def note(layer: nn.Module, args: Any, kwargs: Any) -> None:
-        without = left_empty(layer, type(layer).forward, args, kwargs)  # as a layer is called in training
-        calls.setdefault(id(layer), without or (args, kwargs))
-
-    hooks = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
-    try:
-        with torch.no_grad():
-            run_model(model, batch)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    while not noted.empty():
+        name, call = noted.get()
+        calls.setdefault(name, call)
     return calls
+
+
+@contextmanager
+def _noted(model: nn.Module, layers: list[str]) -> Iterator[SimpleQueue[Any]]:
+    """A context in which calls of a model's layers are put into a queue: a predicted step empties lists again."""
+    from ckptfused.models.cache_arguments import left_empty
+
+    noted: SimpleQueue[Any] = SimpleQueue()
+
+    def note(name: str, layer: nn.Module, args: Any, kwargs: Any) -> None:
+        without = left_empty(layer, type(layer).forward, args, kwargs)  # as a layer is called in training
+        noted.put((name, without or (args, kwargs)))
+
+    with ExitStack() as hooks:
+        for name in layers:
+            layer = model.get_submodule(name)
+            hooks.callback(layer.register_forward_pre_hook(partial(note, name), with_kwargs=True).remove)
+        yield noted
 
 
 def derivation_text(names: list[str], kind: str, derivation: Derivation, calls: bool) -> str:

@@ -72,7 +72,7 @@ class LightningCallback(RunFigures, Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Compares it with the plan."""
-        self.run.step_ends(max(trainer.global_step, 1))
+        self.run.step_ends()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Says what was saved."""

@@ -41,6 +41,8 @@ class TrainingRun:
         self._meter: PeakMeter | None = None
         self._reverted = False
         self._buckets = 0
+        self._first = self._step = 0
+        """The step that is measured first, and the one that is measured now."""
 
     def begin(
         self,
@@ -72,17 +74,20 @@ class TrainingRun:
         _log(logging.INFO, f"training begins\n{self.report}")
 
     def step_begins(self, step: int, optimizer: torch.optim.Optimizer | None) -> None:
-        """A step, from 1; it is measured if its turn has come."""
-        if self._model is not None and (step % self.every == 0 or not self.peaks):
-            self._meter = PeakMeter(self._model, optimizer, self._buckets)
+        """A step, from 1, or a batch of one; it is measured if its turn has come."""
+        if not self.peaks:
+            self._first = step
+        if self._model is not None and (step % self.every == 0 or step == self._first):
+            self._step, self._meter = step, PeakMeter(self._model, optimizer, self._buckets)
 
-    def step_ends(self, step: int) -> None:
-        """Compares the peak of a step that is measured with the plan."""
+    def step_ends(self) -> None:
+        """Compares the peak of a step that is measured, or of a batch of one, with the plan."""
         if self._meter is None:
             return
         peak, self._meter = self._meter.ends(), None
         if peak is None:
             return
+        step = self._step
         self.peaks[step] = max(peak, self.peaks.get(step, 0))
         planned = None if self.report is None else self.report.peak
         if planned is None:

@@ -50,7 +50,7 @@ class CkptfusedCallback(RunFigures, TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **held: Any) -> None:
         """Compares it with the plan; a model that is about to be saved is reverted."""
-        self.run.step_ends(state.global_step)
+        self.run.step_ends()
         if control.should_save:
             self.run.saving_begins()
 

@@ -49,8 +49,10 @@ class Reached:
     containers: list[Any] = field(default_factory=list)
     """Lists, dicts, sets and deques of at most WIDTH values."""
     functions: list[types.FunctionType] = field(default_factory=list)
+    long: list[Any] = field(default_factory=list)
+    """Those of more."""
     classes: list[type] = field(default_factory=list)
-    """The classes that methods are bound to."""
+    """The classes that methods are bound to, and those that code names or is closed over."""
     near: list[Any] = field(default_factory=list)
     """The objects and containers that a root is, is bound to, or has in its closure, defaults or arguments."""
     tensors: list[Tensor] = field(default_factory=list)
@@ -63,8 +65,9 @@ class Reached:
 def reach(roots: Iterable[Any]) -> Reached:
     """What is found from functions, modules, and containers of these.
 
-    Looked through: modules, bound methods, partials, closures, defaults, globals that the code names, containers, and
-    attributes of objects. Nothing of Python's or PyTorch's own is looked into.
+    Looked through: modules, bound methods, partials, closures, defaults, globals that the code names, containers,
+    attributes of objects and classes, and those of imported modules that the code names and that are containers or
+    tensors. Nothing of Python's or PyTorch's own is looked into.
     """
     near, far = [*roots], list[Any]()
     if len(near) == 1 and isinstance(near[0], nn.Module):
@@ -81,7 +84,7 @@ def reach(roots: Iterable[Any]) -> Reached:
             kind: Any = type(value)
             if kind in _BOUND and type(value.__self__) in _FILLED:  # the `append` of a list
                 value, kind = value.__self__, type(value.__self__)
-            if kind in _NOTHING_INSIDE or id(value) in seen:
+            if (kind in _NOTHING_INSIDE and kind is not type) or id(value) in seen:
                 continue
             if len(seen) == MOST_REACHED:
                 break
@@ -132,6 +135,8 @@ def _identities(modules: Iterable[Any]) -> list[int]:
 
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _QUEUES = (queue.Queue, queue.SimpleQueue)
+_HOLDING = (dict, list, set, deque, Tensor)
+_LIBRARIES = frozenset({"torch", "numpy", *sys.stdlib_module_names})
 _LOOKED_THROUGH = frozenset({*_FUNCTIONS, tuple, frozenset})
 _Parts = tuple[Iterable[Any], Iterable[Any]]
 
@@ -139,20 +144,19 @@ _Parts = tuple[Iterable[Any], Iterable[Any]]
 def _parts(value: Any, found: Reached) -> _Parts:
     """What a value holds, as its own and beyond that: by way of a global name, or of an object's attribute."""
     if isinstance(value, (dict, list, set, deque)):
-        if len(value) <= WIDTH:
-            found.containers.append(value)
+        (found.containers if len(value) <= WIDTH else found.long).append(value)
         return itertools.islice(value.values() if isinstance(value, dict) else value, WIDTH), ()
     if isinstance(value, (tuple, frozenset)):
         return itertools.islice(value, WIDTH), ()
     if isinstance(value, functools.partial):
         return (value.func, value.args, value.keywords), ()
     if isinstance(value, types.MethodType):
-        if isinstance(value.__self__, type):
-            found.classes.append(value.__self__)
         return (value.__self__, value.__func__), ()
     if isinstance(value, types.FunctionType):
         return _parts_of_function(value, found)
-    if isinstance(value, (type, types.ModuleType)):
+    if isinstance(value, type):
+        return (), _parts_of_class(value, found)
+    if isinstance(value, types.ModuleType):
         return (), ()
     kind: Any = type(value)
     if issubclass(kind, _QUEUES) or (kind.__module__ in ("builtins", "itertools") and hasattr(kind, "__next__")):
@@ -172,9 +176,21 @@ def _parts(value: Any, found: Reached) -> _Parts:
 @functools.lru_cache(maxsize=4096)
 def slots_of(kind: Any) -> tuple[str, ...]:
     """The attributes of an object that are in none of its dicts."""
-    found = (vars(base).get("__slots__", ()) for base in kind.__mro__)
-    names = itertools.chain.from_iterable((names,) if isinstance(names, str) else names for names in found)
+    names: list[str] = []
+    for base in kind.__mro__:
+        own = vars(base).get("__slots__", ())
+        for name in (own,) if isinstance(own, str) else own:
+            private = name.startswith("__") and not name.endswith("__")
+            names.append(f"_{base.__name__.lstrip('_')}{name}" if private else name)
     return tuple(name for name in names if not name.startswith("__"))
+
+
+def _parts_of_class(kind: Any, found: Reached) -> list[Any]:
+    """What the attributes of a class that is nobody's library's hold."""
+    if of_torch(kind) or kind.__module__ in sys.stdlib_module_names:
+        return []
+    found.classes.append(kind)
+    return [value for value in vars(kind).values() if isinstance(value, _HOLDING)]
 
 
 def _parts_of_function(function: types.FunctionType, found: Reached) -> _Parts:
@@ -191,9 +207,12 @@ def _parts_of_function(function: types.FunctionType, found: Reached) -> _Parts:
     beyond: list[Any] = []
     for value in map(function.__globals__.get, names_of(function.__code__)):
         kind = type(value)
-        if kind not in _NOTHING_INSIDE:
+        if kind not in _NOTHING_INSIDE or kind is type:
             beyond.append(value)
-        elif kind in _MAY_DRAW and (g := behind(value, _says_random(function.__code__))) is not None:
+        if kind is types.ModuleType and value.__name__.split(".")[0] not in _LIBRARIES:
+            named = map(vars(value).get, attributes_of(function.__code__))
+            beyond.extend(one for one in named if isinstance(one, _HOLDING))
+        if kind in _MAY_DRAW and (g := behind(value, _says_random(function.__code__))) is not None:
             beyond.append(g)
     imported = map(sys.modules.get, imports_of(function.__code__))
     drawn = (behind(module, _says_random(function.__code__)) for module in imported if module is not None)
@@ -210,8 +229,13 @@ def drawn_by(kind: Any) -> list[Any]:
 
 
 def of_torch(value: Any) -> bool:
-    """Whether a class or a function is PyTorch's own."""
-    return (value.__module__ or "").split(".")[0] == "torch"
+    """Whether a class or a function is PyTorch's own; one that `functools.wraps` one of PyTorch's is not, nor is one of
+    PyTorch's that wraps another.
+    """
+    names = [value.__module__]
+    if isinstance(value, types.FunctionType):
+        names.append(value.__globals__.get("__name__"))
+    return all((name or "").split(".")[0] == "torch" for name in names)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -51,14 +51,14 @@ def without_trace(module: nn.Module, refuse: bool = False) -> Iterator[list[str]
         raise RuntimeError(f"a forward that reaches a {type(found.streams[0]).__name__} leaves a trace")
     others = {id(value) for one in found.objects if _is_of_others(one) for value in vars(one).values()}
     objects = [one for one in found.objects if not _is_of_others(one)]
-    held = [one for one in found.containers if id(one) not in others]
+    held = [one for one in (*found.containers, *found.long) if id(one) not in others]
     held += map(vars, [*objects, *found.functions, *other])
     held += (vars(p) for p in module.parameters() if type(p) is not nn.Parameter)  # bitsandbytes' take codes from there
     held += (one for inner in other for one in vars(inner).values() if type(one) in (dict, list, set, deque))
     held += (vars(p) for inner in other for p in inner._parameters.values() if p is not None)
     caches = [(one, one.cache_info().misses) for one in objects if type(one) is _LruCache]
     contents = [(one, content_of(one)) for one in held]
-    classes = [(kind, dict(vars(kind))) for kind in kinds | _classes(objects)]
+    classes = [(kind, dict(vars(kind))) for kind in kinds | _classes(objects) | {*found.classes}]
     bindings = [(binding, binding.found) for binding in map(Bindings, found.functions)]
     draws = RngStates([*global_generators(), *found.generators])
     theirs = [_OfAnother(p) for inner in other for p in inner._parameters.values() if p is not None]

@@ -82,3 +82,11 @@ def test_a_model_that_fills_a_cache() -> None:
     model = transformers.Olmo2ForCausalLM(transformers.Olmo2Config(**sizes, use_cache=True)).train()
     found = derived(model, {"input_ids": torch.zeros(1, 8, dtype=torch.int64)})
     assert len(found) == 1 and found[0][2].proof is not None, found[0][2].why
+
+
+def test_a_configuration_without_data(capsys: pytest.CaptureFixture) -> None:
+    """Its model is on the meta device, where transformers asks what position ids hold."""
+    pytest.importorskip("transformers")
+    assert main(["layer", "--config", "llama-3-8b"]) == 0
+    out = capsys.readouterr().out
+    assert "model.layers.0 and 31 more alike: LlamaDecoderLayer" in out and "attn.rope=half" in out

@@ -129,6 +129,17 @@ def test_no_step_needs_more_than_the_plan(accumulation: int, free: bool, tmp_pat
         least = int(0.9 * callback.report.peak)
 
 
+@pytest.mark.parametrize("every", [2, 100])
+def test_all_batches_of_a_step_count(every: int, tmp_path: Path) -> None:
+    """From the second on there are gradients that add up."""
+    of_each = LightningCallback("encoder", every=1)
+    fit(tmp_path, [of_each], accumulate_grad_batches=2)
+    callback = LightningCallback("encoder", every=every)
+    fit(tmp_path, [callback], accumulate_grad_batches=2)
+    assert [*callback.peaks] == ([1, 2, 4, 6, 8] if every == 2 else [1])[: len(callback.peaks)]
+    assert callback.peaks[1] == of_each.peaks[1] and len(callback.peaks) == 1 + (every == 2) * len(of_each.peaks) // 2
+
+
 def test_gradients_that_go_within_a_step_count_until_then() -> None:
     """PyTorch's profiler knows of a release what it saw allocated, as where each step is measured."""
     model = torch.nn.Linear(64, 64)

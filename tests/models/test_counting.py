@@ -9,10 +9,11 @@ import pickle
 import queue
 import random
 import threading
+import types
 import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -63,12 +64,26 @@ def on_class(layer: Any, x: Tensor) -> None:
     type(layer).everywhere.append(x)
 
 
+class Elsewhere:
+    """A class of which no layer is."""
+
+    losses: ClassVar[list[Any]] = []
+
+
+STATE = types.ModuleType("state")
+STATE.losses = []  # type: ignore[attr-defined]
+LONG: list[Any] = [0.0] * 300
+
+
 BESIDE: dict[str, tuple[Callable[[Any, Tensor], Any], Callable[[Any], Any]]] = {
     "a global list": (lambda layer, x: LOSSES.append(x.mean()), lambda layer: list(LOSSES)),
     "a global dict": (lambda layer, x: LAST.update(value=x), lambda layer: LAST["value"]),
     "a global number": (counts, lambda layer: CALLS),
     "an object": (notes, lambda layer: (layer.notes.last, list(layer.notes.all))),
     "a class": (on_class, lambda layer: (Layer.seen, list(Layer.everywhere))),
+    "another class": (lambda layer, x: Elsewhere.losses.append(x.mean()), lambda layer: list(Elsewhere.losses)),
+    "an imported module": (lambda layer, x: STATE.losses.append(x.mean()), lambda layer: list(STATE.losses)),
+    "a long list": (lambda layer, x: LONG.append(x.mean()), lambda layer: list(LONG)),
     "Python's generator": (lambda layer, x: random.random(), lambda layer: random.getstate()),
     "NumPy's generator": (lambda layer, x: np.random.rand(), lambda layer: str(np.random.get_state())),
     "PyTorch's generator": (lambda layer, x: torch.manual_seed(3), lambda layer: torch.get_rng_state().tolist()),
@@ -90,7 +105,8 @@ def asked(layers: nn.ModuleList) -> None:
 
 
 def predicted(layers: nn.ModuleList) -> None:
-    assert not ckptfused.profile(nn.Sequential(*layers), torch.ones(2, WIDTH), device="cpu").notes
+    notes = ckptfused.profile(nn.Sequential(*layers), torch.ones(2, WIDTH), device="cpu").notes
+    assert all("each step leaves" in note for note in notes)
 
 
 def budgeted(layers: nn.ModuleList) -> None:

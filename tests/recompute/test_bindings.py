@@ -249,6 +249,45 @@ def test_layers_in_a_loop(how: str) -> None:
     assert same(*found)
 
 
+class _Private:
+    __slots__ = ("__layer",)
+
+    def set(self, layer: nn.Module) -> None:
+        self.__layer = layer
+
+    def __call__(self, z: Tensor) -> Tensor:
+        return self.__layer(z).sin()  # type: ignore[no-any-return]
+
+
+class _Settings:
+    scale = 1.0
+    layer: nn.Module
+
+
+@pytest.mark.parametrize("how", ["wraps", "private slot", "class", "class in a cell"])
+def test_layers_in_a_loop_behind(how: str) -> None:
+    """A function that wraps one of PyTorch's, a private slot, attributes of a class that the code names or holds."""
+    found = []
+    for call in (plain, checkpoint):
+        torch.manual_seed(1)
+        layers, x = [nn.Linear(4, 4) for _ in range(3)], torch.randn(2, 4).requires_grad_()
+        h, held, cell = x, _Private(), _Settings
+
+        for i, layer in enumerate(layers):
+            held.set(layer)
+            _Settings.scale, _Settings.layer = float(i + 1), layer
+            functions: dict[str, Any] = {
+                "wraps": functools.wraps(nn.Linear.forward)(lambda z: layer(z).sin()),  # noqa: B023
+                "private slot": held,
+                "class": lambda z: (_Settings.layer(z) * _Settings.scale).sin(),
+                "class in a cell": lambda z: (cell.layer(z) * cell.scale).sin(),  # noqa: B023
+            }
+            h = call(functions[how], h)
+        h.sum().backward()
+        found.append([x.grad, *(layer.weight.grad for layer in layers)])
+    assert same(*found)
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # Dynamo's own question
 def test_compiled_layers_in_a_loop() -> None:
     found = []
