@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -21,6 +22,10 @@ has_kernel: Any = torch._C._dispatch_has_kernel_for_dispatch_key
 """Whether an operation, by name, has a kernel at a key, by name. `_dispatch_has_kernel_for_dispatch_key`."""
 operations: Any = torch._C._dispatch_get_all_op_names
 """The names of all operations. `_dispatch_get_all_op_names`."""
+
+
+_DISPATCHING = ("/torch/_ops.py", "/torch/_compile.py", "/torch/_dynamo/eval_frame.py")
+"""Files whose functions stand between an op's caller and a mode."""
 
 
 class DispatchMode(TorchDispatchMode):
@@ -70,6 +75,17 @@ def dispatch_modes() -> Sequence[Any]:
 def in_dispatch_mode() -> bool:
     """Whether a `TorchDispatchMode` is active. `_len_torch_dispatch_stack`."""
     return torch._C._len_torch_dispatch_stack() > 0
+
+
+def called_by_autograd() -> bool:
+    """Whether autograd itself has called the op that a mode of ours sees, not Python code in a hook of a backward.
+    `graph._engine_run_backward`."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and (
+        frame.f_code.co_name == "__torch_dispatch__" or frame.f_code.co_filename.endswith(_DISPATCHING)
+    ):
+        frame = frame.f_back
+    return frame.f_code is torch.autograd.graph._engine_run_backward.__code__
 
 
 def without_dispatch_modes() -> AbstractContextManager[Any]:

@@ -79,10 +79,11 @@ class OpenLedger:
         """How many events there have been."""
         return len(self._recorder)
 
-    def op_ran(self) -> None:
+    def op_ran(self, by_autograd: bool) -> None:
         """What is there now is no temporary of the operator that runs: its results, which it may yet throw away, as
-        where a replay stops while they are saved, and casts of its operands."""
-        self._recorder.op_ran()
+        where a replay stops while they are saved, and casts of its operands. by_autograd: whether it may be autograd
+        that adds a gradient to another, in place where it can."""
+        self._recorder.op_ran(by_autograd)
 
     def number_of(self, t: Tensor) -> int | None:
         """By which the events name a tensor's storage; None: it began before, or holds nothing."""

@@ -16,6 +16,7 @@ from ckptfused.compat.torch_compile import is_loaded
 from ckptfused.doctor.recorder import RegionRecorder
 from ckptfused.profiler.step import NoLossError, forward_and_backward
 from ckptfused.state.fingerprints import Fingerprints, leaves, tensor_values
+from ckptfused.state.reach import content_of_object
 from ckptfused.state.snapshot import keeps_books
 
 _PLAIN = (bool, int, float, str)
@@ -38,7 +39,7 @@ class StepRun:
     """The squared norm of each gradient, and that of its difference to the step that this one is compared with."""
     buffers: dict[str, Any] = field(default_factory=dict)
     held: dict[str, Any] = field(default_factory=dict)
-    """Fingerprints of parameters, and of tensors that are attributes of modules, as the step left them."""
+    """Fingerprints of parameters, and of tensors that attributes of modules are or hold, as the step left them."""
     attributes: dict[str, Any] = field(default_factory=dict)
     """The attributes that the step changed."""
     error: Exception | None = None
@@ -103,13 +104,26 @@ def _read(model: nn.Module, given: Any, step: StepRun, before: dict[str, Any], f
     step.attributes = {name: now.get(name) for name in now | before if not alike(now.get(name), before.get(name))}
 
 
-def _tensors_held(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Tensors that modules hold as plain attributes, as averages and codebooks often are."""
+def _tensors_held(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Tensors that modules hold as plain attributes, as averages and codebooks often are; and what holds tensors there:
+    lists, tuples, dicts, and objects of somebody's own, by their attributes.
+    """
     for place, module in model.named_modules():
         if not keeps_books(module):
             for name, value in vars(module).items():
-                if isinstance(value, Tensor):
-                    yield f"{place}.{name}".lstrip("."), value
+                if name not in _OF_MODULES and _holds_tensors(held := _content(name, value)):
+                    yield f"{place}.{name}".lstrip("."), held
+
+
+def _content(name: str, value: Any) -> Any:
+    held = None if name.startswith("_") else content_of_object(value)
+    return value if held is None else dict(held)
+
+
+def _holds_tensors(value: Any) -> bool:
+    if isinstance(value, list | tuple | dict):
+        return len(value) <= _FEW and any(map(_holds_tensors, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, Tensor)
 
 
 def _norms(t: Tensor, other: Tensor | None) -> tuple[float, float]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from ckptfused.compat.torch_dispatch import DispatchMode, schema_of, tensors_of
+from ckptfused.compat.torch_dispatch import DispatchMode, called_by_autograd, schema_of, tensors_of
 from ckptfused.compat.torch_memory import storage_id
 from ckptfused.cost import OpenLedger
 from ckptfused.cost.products import AttentionWork
@@ -106,7 +106,7 @@ class Work(DispatchMode):
         grown.count(out, self._opened.number_of)
         if not own and not held:  # else it was counted by what stands for a kernel
             out = self._hold(func, args, kwargs, out, held)
-        self._opened.op_ran()
+        self._opened.op_ran(func.overloadpacket is aten.add and called_by_autograd())
         held.clear()
         if self.machine is not None:
             self.in_backward.note(func, args, out)

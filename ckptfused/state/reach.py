@@ -238,6 +238,13 @@ def of_torch(value: Any) -> bool:
     return all((name or "").split(".")[0] == "torch" for name in names)
 
 
+def content_of_object(value: Any) -> dict[str, Any] | None:
+    """The attributes of an object whose class is no library's; None of anything else, and of what may be called."""
+    kind: Any = type(value)
+    held = None if isinstance(value, nn.Module | Tensor | type) or callable(value) else getattr(value, "__dict__", None)
+    return held if type(held) is dict and kind.__module__.split(".")[0] not in _LIBRARIES else None
+
+
 @functools.lru_cache(maxsize=4096)
 def _says_random(code: types.CodeType) -> bool:
     """Whether the code, or that of a function in it, has `random` among its names."""

@@ -17,7 +17,7 @@ from ckptfused.compat.torch_distributed import is_managed
 from ckptfused.state.containers import CONTAINERS, Attributes, content_of, put_back
 from ckptfused.state.fingerprints import Fingerprints, batch_leaves, bits_equal, local, unrecorded
 from ckptfused.state.generators import RngStates, global_generators, is_generator, restore, state_of, undrawn
-from ckptfused.state.reach import reach
+from ckptfused.state.reach import content_of_object, reach
 
 # Modules of these keep their own books of what they sharded and reduced.
 _THEIR_OWN = ("torch.distributed", "torch.nn.parallel", "deepspeed")
@@ -148,6 +148,8 @@ class Unchanged:
         for name, value in held.items():
             if name != "_parameters" and not (theirs and name != "_buffers"):
                 self._look_at(value, generators)
+                if not name.startswith("_") and (content := content_of_object(value)) is not None:
+                    self._look_at_object(content, generators)
 
     def _look_at(self, value: Any, generators: list[Any], depth: int = 1) -> None:
         if id(value) in self._seen:
@@ -171,6 +173,13 @@ class Unchanged:
             values: Any = value.values() if isinstance(value, dict) else value
             for inner in list(values):
                 self._look_at(inner, generators, depth + 1)
+
+    def _look_at_object(self, held: dict[str, Any], generators: list[Any]) -> None:
+        if id(held) not in self._seen:
+            self._seen.add(id(held))
+            self._attributes.append(Attributes(held, dict(held)))
+            for inner in held.values():
+                self._look_at(inner, generators)
 
     def _other(self, modules: Iterable[nn.Module], generators: list[Any]) -> None:
         for module in modules:

@@ -64,7 +64,11 @@ class Ledger {
   // Of the buffer that a tensor's storage is, if it began under this ledger.
   std::optional<int64_t> number_of(const at::Tensor& t) const;
   // What an operator has made so far is no temporary of its own.
-  void op_ran() { first_ = buffers_; }
+  // by_autograd: what it made may be a sum of gradients.
+  void op_ran(bool by_autograd) {
+    first_ = buffers_;
+    if (!by_autograd) sum_ = -1;
+  }
   void add(Kind kind, std::array<int64_t, 6> sizes, at::ScalarType dtype = at::kFloat);
   void launched(const char* name, int64_t times = 1, int64_t bytes = 0);
 

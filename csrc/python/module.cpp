@@ -92,8 +92,8 @@ class OpenLedger {
   std::optional<int64_t> number_of(const at::Tensor& t) const {
     return ledger_ ? ledger_->number_of(t) : std::nullopt;
   }
-  void op_ran() {
-    if (ledger_) ledger_->op_ran();
+  void op_ran(bool by_autograd) {
+    if (ledger_) ledger_->op_ran(by_autograd);
   }
   void set_attention(std::array<int64_t, 4> a) {
     if (ledger_) ledger_->set_attention({a[0], a[1]}, {a[2], a[3]});

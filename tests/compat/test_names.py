@@ -156,6 +156,25 @@ def test_modes_and_transforms() -> None:
     assert made.is_traceable_wrapper_subclass(torch.nested.nested_tensor([torch.ones(1)], layout=torch.jagged))
 
 
+def test_who_adds() -> None:
+    """A hook of a backward adds by Python's code, autograd by its own."""
+    found: list[bool] = []
+
+    class Mode(torch_dispatch.DispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.overloadpacket is torch.ops.aten.add:
+                found.append(torch_dispatch.called_by_autograd())
+            return func(*args, **kwargs or {})
+
+    x = torch.ones(2, requires_grad=True)
+    y = x.sin()
+    y.register_hook(lambda g: g * 2 + g)
+    z = (y.exp() * y.cos()).sum()
+    with Mode(), Mode():
+        z.backward()
+    assert sorted(found) == [False, False, True, True]  # each is seen by both modes
+
+
 def test_dispatch() -> None:
     made, aten = torch_dispatch, torch.ops.aten
     assert made.has_kernel("aten::sin", "CPU") and not made.has_kernel("aten::sin", "AutocastCPU")

@@ -228,6 +228,31 @@ class CodebookAside(nn.Module):
         return x.sin()
 
 
+class Books:
+    """An object of somebody's own."""
+
+    def __init__(self) -> None:
+        self.code = torch.ones(WIDTH)
+
+
+class CodebookWithin(nn.Module):
+    """Moves a codebook in a dict, a list or an object that it holds, or adds to a list."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        made: dict[str, Any] = {"dict": {"code": torch.ones(WIDTH)}, "list": [torch.ones(WIDTH)], "object": Books()}
+        self.books, self.how = made.get(how, []), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.detach().mean(0)
+        if self.how == "grows":
+            self.books.append(mean)
+        else:
+            code = vars(self.books)["code"] if self.how == "object" else self.books["code" if self.how == "dict" else 0]
+            code.lerp_(mean, 0.5)
+        return x.sin()
+
+
 class Advances(Layer):
     """Its own code after its last module multiplies by the next of an iterator, of which nobody else knows."""
 

@@ -97,6 +97,14 @@ FAULTS = {
         "layers.1.piece",
         "its parameters or tensors have a wrong value (updated twice, in forward and again in its replay): code",
     ),
+    **{
+        f"tensors within ({how})": Fault(
+            lambda how=how: stack(lambda: models.CodebookWithin(how)),  # type: ignore[misc]
+            "layers.1.piece",
+            "its parameters or tensors have a wrong value (updated twice, in forward and again in its replay): books",
+        )
+        for how in ("dict", "list", "object", "grows")
+    },
     "an iterator after the last module": Fault(
         lambda: Stack([models.Layer(), models.Advances(map(float, itertools.count(1)))], torch_checkpoint()),
         "layers.1",

@@ -518,6 +518,27 @@ MUTANTS = (
         test="tests/models/derive/test_sequence_first.py::test_what_is_not_such_a_block_runs_as_written[SeenByValue]",
     ),
     Mutant(
+        "what a class that code names holds is not reached",
+        file="ckptfused/state/reach.py",
+        text="        return (), _parts_of_class(value, found)\n",
+        defect="        return (), ()\n",
+        test="tests/recompute/test_bindings.py::test_layers_in_a_loop_behind[class]",
+    ),
+    Mutant(
+        "a sum that a hook makes, as if autograd made it in place",
+        file="ckptfused/compat/torch_dispatch.py",
+        text="    return frame.f_code is torch.autograd.graph._engine_run_backward.__code__\n",
+        defect="    return True\n",
+        test="tests/profiler/test_accumulation.py::test_a_hook_that_adds_is_no_sum_of_gradients[False]",
+    ),
+    Mutant(
+        "tensors of objects that modules hold are not put back between steps",
+        file="ckptfused/state/snapshot.py",
+        text="                    self._look_at_object(content, generators)\n",
+        defect="                    pass\n",
+        test="tests/doctor/test_certificate.py::test_a_fault_is_named[tensors within (object)]",
+    ),
+    Mutant(
         "two draws by the same calls are one",
         file="ckptfused/models/derive/walk.py",
         text=" and call.op not in DRAWS:\n                inputs",
@@ -738,7 +759,7 @@ MUTANTS = (
     Mutant(
         "copies and casts that end with an op, which no prediction counts",
         file="ckptfused/simulate/roofline.py",
-        text="        self._opened.op_ran()\n",
+        text="        self._opened.op_ran(func.overloadpacket is aten.add and called_by_autograd())\n",
         defect="",
         test="tests/simulate/test_made_by_name.py::test_a_step_is_predicted_to_the_byte[Rotated]",
     ),

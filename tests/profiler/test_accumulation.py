@@ -225,3 +225,27 @@ def test_what_is_refused_and_the_command(capsys: pytest.CaptureFixture[str]) -> 
 
 def made() -> Any:
     return llama(), tokens()
+
+
+@pytest.mark.parametrize("of_module", [False, True])
+def test_a_hook_that_adds_is_no_sum_of_gradients(of_module: bool) -> None:
+    """What it makes is beside its terms, which autograd would add in place."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(16, 256), nn.Linear(256, 16)
+            if of_module:
+                self.down.register_full_backward_hook(lambda m, gx, gy: (gx[0] * 0.9 + gx[0].sin(),))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.up(x)
+            if not of_module:
+                y.register_hook(lambda g: g * 0.9 + g.sin())
+            return x + self.down(y.exp())  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Layer(), Layer()), torch.randn(500, 16)
+    predicted, measured = (profile(model, x, torch.optim.SGD, device) for device in ("cpu", None))
+    assert predicted.peak >= measured.peak
+    assert predicted.peak <= 1.01 * measured.peak
