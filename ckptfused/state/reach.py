@@ -50,7 +50,7 @@ class Reached:
     """Lists, dicts, sets and deques of at most WIDTH values."""
     functions: list[types.FunctionType] = field(default_factory=list)
     long: list[Any] = field(default_factory=list)
-    """Those of more."""
+    """Lists, dicts, sets and deques of more values."""
     classes: list[type] = field(default_factory=list)
     """The classes that methods are bound to, and those that code names or is closed over."""
     near: list[Any] = field(default_factory=list)
@@ -205,6 +205,7 @@ def _parts_of_function(function: types.FunctionType, found: Reached) -> _Parts:
         except ValueError:  # not yet assigned
             continue
     beyond: list[Any] = []
+    value: Any
     for value in map(function.__globals__.get, names_of(function.__code__)):
         kind = type(value)
         if kind not in _NOTHING_INSIDE or kind is type:

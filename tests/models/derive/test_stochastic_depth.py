@@ -213,7 +213,7 @@ def slopes(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Told(Block):
-    """Of the keys that it is told to see, it sees some."""
+    """It sees some of the keys that it is told to see."""
 
     def forward(self, x: Tensor, seen: Tensor) -> Tensor:  # type: ignore[override]
         seen = seen & (torch.rand(seen.shape, device=x.device) < 0.8) | torch.eye(x.shape[1], dtype=torch.bool)
