@@ -73,6 +73,7 @@ class Walk:
     def __init__(self, recording: Recording) -> None:
         self.recording = recording
         self.taken: dict[Recorded, str] = {}
+        self._drawn = recording.drawn()
         self._outer: dict[Value, bool] = {}
         self._apart: dict[Value, bool] = {}
         self._first: dict[Value, Value] = {}
@@ -99,7 +100,7 @@ class Walk:
         if not close(function(first, *rest), v.data):
             return False
         for probe in probes:
-            known = dict(zip(of, (given := [probe.view(first.shape), *rest]), strict=True))
+            known = self._drawn | dict(zip(of, (given := [probe.view(first.shape), *rest]), strict=True))
             if not close(function(*given), evaluated(v, self.recording.roots.__getitem__, v.data.device, known)):
                 return False
         return True

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ckptfused
@@ -157,6 +158,29 @@ def test_numbers_that_both_halves_share_are_drawn_once() -> None:
     x = torch.randn(6, 9, C, dtype=torch.float64)
     for a, b in zip(step(plain, x), step(converted, x), strict=True):
         torch.testing.assert_close(b, a, rtol=1e-9, atol=1e-10)
+
+
+def test_a_condition_that_is_dropped_at_random() -> None:
+    """Vectors that shift and scale a norm's result (diffusers' DiT drops labels so)."""
+
+    class Conditioned(Block):
+        def __init__(self, drop: Callable[[Tensor], Tensor]) -> None:
+            super().__init__(drop)
+            self.table = nn.Embedding(2, 2 * C)
+
+        def ffn(self, x: Tensor) -> Tensor:
+            labels = (torch.rand(x.shape[0], device=x.device) < 0.5).long()
+            scale, shift = self.table(labels)[:, None].chunk(2, -1)
+            return self.down(F.gelu(self.up(self.n2(x) * (1 + scale) + shift)))  # type: ignore[no-any-return]
+
+    plain, converted = pair(lambda: Conditioned(timm))
+    assert [layer.path for layer in ckptfused.convert(converted).layers] == ["fused"] * 3
+    x = torch.randn(6, 9, C, dtype=torch.float64)
+    torch.manual_seed(SEED)
+    kept = converted(x)
+    assert not torch.equal(kept, converted(x))
+    for model in (plain, converted):
+        torch.testing.assert_close(*slopes(model, x), rtol=1e-6, atol=1e-7)
 
 
 class MaskDropped(Block):
