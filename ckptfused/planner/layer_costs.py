@@ -42,6 +42,10 @@ class Cost(NamedTuple):
         saved, forward, backward = (max(0, x + a - b) for x, a, b in zip(self[:3], after[:3], alone[:3], strict=True))
         return self._replace(saved=saved, forward=forward, backward=backward)
 
+    def without(self, held: int) -> Cost:
+        """What it would be if so many of its bytes were somebody else's."""
+        return self._replace(saved=self.saved - held, forward=self.forward - held, backward=self.backward - held)
+
     def holds_less(self, other: Cost) -> bool:
         return any(own < others for own, others in zip(self[:3], other[:3], strict=True))
 

@@ -62,6 +62,8 @@ class ModeCosts:
         self._known: dict[tuple[int, LayerMode], tuple[int, Cost]] = {}
         self._as_they_were: dict[int, Cost] = {}
         """Costs of layers that were looked at as they were, between others in the mode `"inputs"`."""
+        self._lent: dict[int, int] = {}
+        """Bytes of outputs that what runs between layers would hold, if layers that are as they were did not."""
         self._spared: dict[int, tuple[tuple[Cost, Cost], tuple[Cost, Cost]]] = {}
         """Costs of what comes after a layer that keeps its output when it is as it was: there and alone, in the
         mode `"inputs"` and as it was."""
@@ -149,6 +151,9 @@ class ModeCosts:
 
         shown = [next((place for place in own if place % 2), own[0]) for own in members]
         look(shown)
+        if any(self._held_for_between([place for place in shown if place % 2 == odd]) for odd in (0, 1)):
+            lent = {place: self._held_for_between([place]) for place in self._places}
+            self._lent.update((place, size) for place, size in lent.items() if size > 0)
         self._known.update(((self._kinds[place], UNCONVERTED), (place, alone[place])) for place in shown)
         if after:
             look(self._places)
@@ -156,6 +161,11 @@ class ModeCosts:
             for place, cost in after.items():
                 as_it_was = (together[place], alone[place]) if place in alone else (cost, self.kept[place])
                 self._spared[place] = (cost, self.kept[place]), as_it_was
+
+    def _held_for_between(self, places: list[int]) -> int:
+        """Bytes that are among those of layers which are as they were, and else held by what runs between layers."""
+        profile = self._steps.of(self._policy(dict.fromkeys(places, UNCONVERTED)))
+        return held_beside(self._base) - held_beside(profile)
 
     def head(self, heads: Iterable[HeadMode]) -> Unit:
         """The loss head, as the last unit."""
@@ -186,9 +196,10 @@ class ModeCosts:
 
     def _cost(self, place: int, mode: LayerMode) -> Cost:
         if mode == UNCONVERTED and place in self._as_they_were:
-            return self._as_they_were[place]
+            return self._as_they_were[place].without(self._lent.get(place, 0))
         there, cost = self._known[self._kinds[place], mode]
-        return cost.shifted(self.kept[place], self.kept[there])
+        found = cost.shifted(self.kept[place], self.kept[there])
+        return found.without(self._lent.get(place, 0)) if mode == UNCONVERTED else found
 
     def _mode(self, place: int, mode: LayerMode | None, cost: Cost, ending: Cost | None = None) -> frontier.UnitMode:
         """For the programme: alone, and after a layer that keeps its output."""

@@ -539,6 +539,13 @@ MUTANTS = (
         test="tests/doctor/test_certificate.py::test_a_fault_is_named[tensors within (object)]",
     ),
     Mutant(
+        "outputs that layers and what is between them keep count twice",
+        file="ckptfused/planner/modes.py",
+        text="            self._lent.update((place, size) for place, size in lent.items() if size > 0)\n",
+        defect="            self._lent.clear()\n",
+        test="tests/planner/test_plan.py::test_what_two_layers_keep_counts_once[products between]",
+    ),
+    Mutant(
         "two draws by the same calls are one",
         file="ckptfused/models/derive/walk.py",
         text=" and call.op not in DRAWS:\n                inputs",

@@ -223,8 +223,35 @@ class Sharing(nn.Module):
         return x.square().mean()
 
 
+class Between(nn.Module):
+    """Layers that end in ReLU. What is between them, a product or a square, keeps their outputs too."""
+
+    def __init__(self, squares: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, h), nn.ReLU(), nn.Linear(h, 64), nn.ReLU()) for h in (128, 64, 192, 128)
+        )
+        self.between = nn.ModuleList(nn.Identity() if squares else nn.Linear(64, 64) for _ in range(3))
+        self.squares = squares
+
+    def forward(self, x: Tensor) -> Tensor:
+        beside = x.new_zeros(())
+        for i, layer in enumerate(self.layers):
+            x = layer(x)
+            beside = beside + x.square().mean()
+            x = x if self.squares or i == 3 else self.between[i](x)
+        return beside if self.squares else x.square().mean()  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize(
-    "make", [lambda: Sharing((128,) * 4, 0.1), lambda: Sharing((64, 128, 192, 64))], ids=["dropout", "sizes"]
+    "make",
+    [
+        lambda: Sharing((128,) * 4, 0.1),
+        lambda: Sharing((64, 128, 192, 64)),
+        lambda: Between(squares=False),
+        lambda: Between(squares=True),
+    ],
+    ids=["dropout", "sizes", "products between", "squares beside"],
 )
 def test_what_two_layers_keep_counts_once(make: Callable[[], nn.Module]) -> None:
     """At every budget that makes a difference the plan is the fastest of all policies by what is predicted of each, and
