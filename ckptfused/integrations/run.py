@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,7 +17,7 @@ from ckptfused.convert import Report, convert, revert
 from ckptfused.integrations.peak import PeakMeter
 from ckptfused.simulate.meta_copy import bucket_bytes
 from ckptfused.sizes import size
-from ckptfused.spec.checks import check_flag, check_integer
+from ckptfused.spec.checks import check_flag, check_integer, nearest
 from ckptfused.state.generators import undrawn
 
 logger = logging.getLogger(__name__)
@@ -27,12 +28,15 @@ class TrainingRun:
     """A model from the begin of its training to the end.
 
     every: steps from one measured one to the next. revert_before_saving: whether the model is as it was while it is
-    saved, and after training. options: those of `ckptfused.convert`.
+    saved, and after training. options: those of `ckptfused.convert`; **raises** `TypeError` for others.
     """
 
     def __init__(self, every: int, revert_before_saving: bool, options: dict[str, Any]) -> None:
         self.every = check_integer("every", every, 1)
         self.reverts = check_flag("revert_before_saving", revert_before_saving)
+        known = inspect.signature(convert).parameters
+        for name in options.keys() - known.keys():
+            raise TypeError(f"{name}: expected an option of ckptfused.convert{nearest(name, known)}")
         self.options = {name: value for name, value in options.items() if value is not None}
         self.report: Report | None = None
         self.peaks: dict[int, int] = {}
@@ -131,7 +135,8 @@ class TrainingRun:
         said = [f"ckptfused: {self.report.fused} of {len(layers)} layers fused"]
         if before := sum(count[0] for count in counts):
             after = sum(count[1] for count in counts)
-            said.append(f"they save {after:,.0f} bytes a token for backward, {after / before:.0%} of {before:,.0f}")
+            share = f"{after / before:.0%} of {before:,.0f}" if after <= before else f"{before:,.0f} before"
+            said.append(f"they save {after:,.0f} bytes a token for backward, {share}")
         if self.peaks:
             step = max(self.peaks, key=self.peaks.__getitem__)
             planned = "" if self.report.peak is None else f", {size(self.report.peak)} planned"

@@ -216,4 +216,6 @@ def test_what_it_is_given_is_checked() -> None:
         CkptfusedCallback(every=0)
     with pytest.raises(TypeError, match="revert_before_saving"):
         CkptfusedCallback(revert_before_saving="yes")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="bugdet: .*did you mean budget"):
+        CkptfusedCallback(bugdet="1GiB")
     assert CkptfusedCallback().summary() == "ckptfused: training has not begun"
