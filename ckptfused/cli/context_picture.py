@@ -17,8 +17,10 @@ def draw(found: dict[str, Longest], arguments: argparse.Namespace) -> None:
     highest = max((peak for steps in shown.values() for _, peak in steps), default=memory)
     far = memory > FAR * highest
     unit, name = byte_unit(highest if far else memory)
-    for (way, steps), colour in zip(shown.items(), COLOURS, strict=False):
-        axes.plot([count for count, _ in steps], [peak / unit for _, peak in steps], color=colour, label=way)
+    for i, ((way, steps), colour) in enumerate(zip(shown.items(), COLOURS, strict=False)):
+        hidden = sum(_coincide(steps, later, highest) for later in [*shown.values()][i + 1 :])
+        counts, peaks = [count for count, _ in steps], [peak / unit for _, peak in steps]
+        axes.plot(counts, peaks, color=colour, label=way, linewidth=1.5 + 2.5 * hidden, solid_capstyle="butt")
         if found[way].tokens:
             axes.plot(found[way].tokens, found[way].profile.peak / unit, "o", color=colour, markersize=5)
     if far:
@@ -37,3 +39,9 @@ def draw(found: dict[str, Longest], arguments: argparse.Namespace) -> None:
     axes.grid(alpha=0.3)
     figure.legend(loc="outside lower center", ncols=2, fontsize=8, frameon=False)
     figure.savefig(arguments.plot, dpi=150)
+
+
+def _coincide(steps: list[tuple[int, int]], later: list[tuple[int, int]], highest: int) -> bool:
+    """Whether one line hides another, which is then seen on both its sides."""
+    peaks = dict(later)
+    return any(abs(peak - peaks[count]) < 0.01 * highest for count, peak in steps if count in peaks)

@@ -31,6 +31,10 @@ def canvas(width: float, height: float) -> tuple[Any, Any]:
     return figure, figure.add_subplot()
 
 
+_PLAIN = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
+"""The box of a text through which no line runs."""
+
+
 def plot(profile: Any, path: str | Path) -> None:
     """Writes a PNG: bytes by kind, stacked, over the time of the step, with forward, backward and optimizer marked.
 
@@ -62,7 +66,8 @@ def plot(profile: Any, path: str | Path) -> None:
     for level, said, style, side in lines:
         axes.axhline(level / unit, color="black", linewidth=0.8, linestyle=style)
         at = 0.005 if side == "left" else 0.995
-        axes.text(at, level / unit, said, transform=axes.get_yaxis_transform(), fontsize=8, va="bottom", ha=side)
+        where: Any = {"xycoords": axes.get_yaxis_transform(), "va": "bottom", "ha": side, "bbox": _PLAIN}
+        axes.annotate(said, (at, level / unit), (0, 2), textcoords="offset points", fontsize=8, **where)
     axes.set(xlabel=of_time, ylabel=name, xlim=(0, end / scale), ylim=(0, top / unit))
     figure.suptitle(f"A step {profile.way} for {profile.device}", fontsize=10)
     figure.legend(loc="outside lower center", ncols=len(KINDS), fontsize=8, frameon=False)
