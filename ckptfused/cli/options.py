@@ -217,6 +217,10 @@ def model_and_batch(arguments: argparse.Namespace, needs_batch: bool = False) ->
     if own:
         refuse_for_own(arguments)  # at once: PyTorch is not imported yet
     whole_package()
+    if (name := getattr(arguments, "device", None)) is not None:  # "cuda" where there is none: before all the work
+        from ckptfused.simulate.devices import device_named
+
+        ran(arguments, lambda: device_named(name))
     if own:
         model, batch = ran(arguments, lambda: _own(arguments))
         if batch is None and needs_batch:
