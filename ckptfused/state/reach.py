@@ -223,10 +223,15 @@ def _parts_of_function(function: types.FunctionType, found: Reached) -> _Parts:
 @functools.lru_cache(maxsize=4096)
 def drawn_by(kind: Any) -> list[Any]:
     """The generators of the module `random` and of NumPy, where methods of a module's class name them."""
+    return [g for g in generators_of(kind) if is_global(g)]
+
+
+def generators_of(kind: Any) -> list[Any]:
+    """The generators that methods of a module's class reach."""
     own = itertools.chain.from_iterable(vars(base).values() for base in kind.__mro__ if not of_torch(base))
     inner = [getattr(value, name, value) for value in own for name in ("__func__", "fget", "func")]
     functions = [value for value in inner if isinstance(value, types.FunctionType)]
-    return [g for g in reach(functions).generators if is_global(g)]
+    return reach(functions).generators
 
 
 def of_torch(value: Any) -> bool:

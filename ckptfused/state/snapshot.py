@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import types
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -17,7 +18,7 @@ from ckptfused.compat.torch_distributed import is_managed
 from ckptfused.state.containers import CONTAINERS, Attributes, content_of, put_back
 from ckptfused.state.fingerprints import Fingerprints, batch_leaves, bits_equal, local, unrecorded
 from ckptfused.state.generators import RngStates, global_generators, is_generator, restore, state_of, undrawn
-from ckptfused.state.reach import content_of_object, reach
+from ckptfused.state.reach import content_of_object, generators_of, reach
 
 # Modules of these keep their own books of what they sharded and reduced.
 _THEIR_OWN = ("torch.distributed", "torch.nn.parallel", "deepspeed")
@@ -36,8 +37,8 @@ class Unchanged:
     Put back are parameters (the objects, their values, storages, hooks, and whether they require a gradient), buffers,
     gradients, attributes of modules with lists, dicts and sets in them, hooks, tensors of the batch, the optimizer's
     state, other models that lists and hooks hold (a teacher, an average), the states of PyTorch's generators, Python's,
-    NumPy's and those that modules and closures of their hooks hold, and settings such as the default type. `restore`
-    puts them back in between, any number of times. Within it there are no gradients at first.
+    NumPy's and those that modules and closures of their hooks hold or their code names, and settings such as the
+    default type. `restore` puts them back in between, any number of times. Within it there are no gradients at first.
 
     hooks: whether those stay that run as soon as a parameter's gradient is there, as an optimizer's in backward.
 
@@ -65,7 +66,8 @@ class Unchanged:
         self._hooks: list[tuple[Any, Any]] = []
         self._gradients: list[tuple[Tensor, Tensor | None]] = []
         self._flags: list[tuple[Any, bool, Any]] = []
-        generators = list(global_generators())
+        kinds = {type(module) for module in self._model.modules()}
+        generators = [*global_generators(), *itertools.chain.from_iterable(map(generators_of, kinds))]
         self._seen.update(map(id, self._model.modules()))
         managed = {
             id(p)

@@ -17,6 +17,16 @@ from ckptfused.state.snapshot import Unchanged
 pytestmark = pytest.mark.once
 
 
+NAMED = (numpy.random.default_rng(3), random.Random(3), torch.Generator().manual_seed(3))
+
+
+class Books:
+    """An object of somebody's own."""
+
+    def __init__(self) -> None:
+        self.code, self.count = torch.ones(4), 0
+
+
 class Restless(nn.Module):
     """A model whose forward changes all that one can change."""
 
@@ -28,6 +38,7 @@ class Restless(nn.Module):
         self.register_buffer("calls", torch.zeros(()))
         self.register_buffer("share", torch.eye(4).to_sparse())
         self.generator = torch.Generator()
+        self.books = Books()
         self.count, self.rate = 0, float("nan")
         self.seen: dict[str, Any] = {"all": [1]}
         self.last: deque[int] = deque([1], maxlen=2)
@@ -56,6 +67,9 @@ class Restless(nn.Module):
         cudnn.benchmark = not cudnn.benchmark
         with torch.no_grad():
             x += 1
+        self.books.code.add_(1)
+        self.books.count += 1
+        _ = NAMED[0].random() + NAMED[1].random() + torch.rand(1, generator=NAMED[2])
         noise = random.random() + numpy.random.rand() + torch.rand(4, generator=self.generator)
         return self.norm.train()(self.linear(x) + self.frozen(x) + noise.float()).square().sum()
 
@@ -130,7 +144,9 @@ def held(model: Restless) -> list[Any]:
 
 def state(model: Restless, x: Tensor) -> list[Any]:
     generators = [torch.get_rng_state(), model.generator.get_state(), numpy.random.get_state()[1], random.getstate()]
-    values = [t.to_dense().clone() for t in (*model.parameters(), *model.buffers(), x)]
+    generators += [repr(NAMED[0].bit_generator.state), NAMED[1].getstate(), NAMED[2].get_state()]
+    values = [model.books.code.clone(), torch.tensor(model.books.count)]
+    values += [t.to_dense().clone() for t in (*model.parameters(), *model.buffers(), x)]
     tensors = [(id(p), p.data_ptr(), p.requires_grad, bool(p._backward_hooks)) for p in model.parameters()]
     names = [(name, list(vars(module)), module.training) for name, module in model.named_modules()]
     plain = repr((model.count, model.rate, list(model.seen), model.seen["all"], model.last, model.kinds))
