@@ -65,7 +65,7 @@ class Sizes(NamedTuple):
         if x.dim() != 3:
             raise RefusedError("the layer is not called with x [B, T, C]")
         shapes = Counter(t.shape for t in others if t.is_floating_point() and t.dim() in (2, 3))
-        rows = (shape[-2] for shape, count in shapes.items() if count > 1 and shape[-1] % 2 == 0)
+        rows = (shape[-2] for shape, count in shapes.items() if count > 0 and shape[-1] % 2 == 0)
         left_out = (x.size(1) - n for n in rows if 0 < x.size(1) - n <= MOST_FIRST)
         return cls(x.size(0), x.size(1), next(left_out, 0))
 

@@ -18,7 +18,8 @@ from ckptfused.models.derive.recording.record import Recording
 from ckptfused.models.derive.recording.recorder import Recorded, RefusedError
 from ckptfused.models.derive.rules.coefficients import Coefficients
 from ckptfused.models.derive.rules.core import Core, Outer
-from ckptfused.models.derive.rules.modulation import Factor, Modulated, factors, modulated
+from ckptfused.models.derive.rules.masks import in_rows
+from ckptfused.models.derive.rules.modulation import Bias, Factor, Modulated, biases, factors, modulated
 from ckptfused.models.derive.rules.pieces import Linear, NormPiece
 from ckptfused.models.derive.rules.products import by_heads, token_by_token
 from ckptfused.models.derive.rules.rotations import table_of
@@ -86,8 +87,8 @@ class DerivedLayer(NamedTuple):
     """Factors of q by position."""
     seq_first: bool = False
     """Whether x is [T, B, C]."""
-    vectors: tuple[Modulated | Factor | Coefficients, ...] = ()
-    """What a call gives: vectors of each batch element to norms, coefficients to an activation."""
+    vectors: tuple[Modulated | Factor | Bias | Coefficients, ...] = ()
+    """What a call gives: vectors of each batch element to norms, biases, coefficients to an activation."""
 
     def parts(self, layer: nn.Module) -> Parts:
         """The pieces of a layer, as they are now."""
@@ -99,7 +100,7 @@ class DerivedLayer(NamedTuple):
         """A call in the block's terms. outer: what stands outside, by the names of a recording."""
         masks, (batch, tokens) = NO_MASK, x.shape[1::-1] if self.seq_first else x.shape[:2]
         if self.mask is not None:
-            mask, kind = _mask(outer[self.mask.name], self.mask.form, batch), self.kind
+            mask, kind = in_rows(outer[self.mask.name], self.mask.form, batch), self.kind
             if self.also:
                 mask, kind = self._joined(x.dtype, batch, outer), "add"
             padding = None if self.padding is None else outer[self.padding.name]
@@ -117,7 +118,7 @@ class DerivedLayer(NamedTuple):
         of = tuple(outer[t.name] for t, _ in given if t is not None)
 
         def made() -> Tensor:
-            arranged = (_mask(outer[t.name], t.form, batch) for t, _ in given if t is not None)
+            arranged = (in_rows(outer[t.name], t.form, batch) for t, _ in given if t is not None)
             return joined_masks(zip(arranged, (kind for _, kind in given), strict=True), dtype)
 
         return once(of, (given, dtype, batch), made)
@@ -148,7 +149,6 @@ def layout_of(form: Form, walk: Walk, layer: nn.Module) -> DerivedLayer:
         dropped = core.dropout
         p = 0.0 if dropped is None else rate(dropped, *((4, "dropout_p") if "scaled" in dropped.op else (1, "p")))
         by_call = tuple(modulated("attn", branch.pre, branch.post))
-        found = found._replace(vectors=(*by_call, *factors("attn", branch.post)))
         numbers = (
             *(heads.heads, heads.kv_heads, heads.head_dim, heads.rope, heads.rotary_dim),
             *(
@@ -162,6 +162,8 @@ def layout_of(form: Form, walk: Walk, layer: nn.Module) -> DerivedLayer:
             ),
         )
         gated_by = None if gate is None or gate.in_q else gate.made
+        sides = {"q": heads.q, "k": heads.k, "v": heads.v, "o": branch.last, "gate": gated_by}
+        found = found._replace(vectors=(*by_call, *factors("attn", branch.post), *biases("attn", sides)))
         attn = DerivedHalf(
             tuple(map(_map, (heads.q, heads.k, heads.v, branch.last, gated_by))),
             tuple(map(_norm, (branch.pre, branch.post, form.attn_out, heads.q_norm, heads.k_norm, heads.v_norm))),
@@ -179,9 +181,10 @@ def layout_of(form: Form, walk: Walk, layer: nn.Module) -> DerivedLayer:
         assert made is not None
         by_call = tuple(modulated("ffn", branch.pre, branch.post))
         of_act = () if made.coefficients is None else (made.coefficients,)
-        found = found._replace(vectors=(*found.vectors, *by_call, *factors("ffn", branch.post), *of_act))
         gated = made.up is not None or made.act in GATED_ACTIVATIONS
         first, second = (made.first, made.up) if gated else (None, made.first)
+        beside = (*factors("ffn", branch.post), *biases("ffn", {"gate": first, "up": second, "down": branch.last}))
+        found = found._replace(vectors=(*found.vectors, *by_call, *beside, *of_act))
         ffn = DerivedHalf(
             tuple(map(_map, (first, second, branch.last))),
             tuple(map(_norm, (branch.pre, branch.post, form.ffn_out))),
@@ -211,7 +214,8 @@ def _numbers(*calls: Recorded | None) -> Any:
 
 
 def _map(made: Linear | None) -> Map | None:
-    return None if made is None else Map(*made[:3], made.rows, made.module)
+    bias = "" if made is None or made.bias.startswith("call:") else made.bias
+    return None if made is None else Map(made.weight, bias, made.transposed, made.rows, made.module)
 
 
 def _norm(found: NormPiece | None) -> NormOf | None:
@@ -285,15 +289,3 @@ def _ffn(layer: nn.Module, half: DerivedHalf) -> FFN:
     pre, post, out = (_normed(layer, found) for found in half.norms)
     beside: Any = {"residual": half.residual, "modulated": half.modulated}
     return FFN(FUNCTIONS[act], gate, up, down, pre, post, out, half.rates[0], half.rates[1], m, **beside)
-
-
-def _mask(mask: Tensor, form: str, batch: int) -> Tensor:
-    if form == "batch":
-        return mask[:, None]
-    if form == "by head":
-        return mask[None]
-    if form == "heads":
-        return mask.unflatten(0, (batch, -1))
-    if form == "square":
-        return mask[None, None]
-    return mask[:, None, None, :] if form == "padding" else mask

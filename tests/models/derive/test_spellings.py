@@ -172,3 +172,44 @@ def test_two_of_three_halves_are_fused() -> None:
     both(Macaron(), "part")
     found = derive(Macaron(), (batch().float(),), {})
     assert found.proof is not None and found.layout.attn is not None and found.layout.ffn is not None
+
+
+class MadeBiases(Plain):
+    """Biases that the layer makes of parts (timm's EVA and BEiT), or of two of its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Linear(C, 3 * C, bias=False)
+        self.q_bias, self.v_bias = (nn.Parameter(torch.randn(C)) for _ in "qv")
+        self.register_buffer("k_bias", torch.zeros(C))
+        self.size, self.shift = nn.Parameter(torch.randn(48)), nn.Parameter(torch.randn(48))
+        del self.qkv
+        self.up.register_parameter("bias", None)
+
+    def heads(self, x: Tensor) -> Any:
+        made = F.linear(self.n1(x), self.weights.weight, torch.cat((self.q_bias, self.k_bias, self.v_bias)))
+        return (t.unflatten(-1, (4, -1)).transpose(1, 2) for t in made.chunk(3, -1))
+
+    def ffn(self, x: Tensor) -> Tensor:
+        h = F.linear(self.n2(x), self.up.weight, self.size.exp() * self.shift)
+        return self.down(F.gelu(h))  # type: ignore[no-any-return]
+
+
+def test_biases_that_are_made() -> None:
+    both(MadeBiases(), "fused")
+    layer = nn.Sequential(MadeBiases(), MadeBiases())
+    ckptfused.convert(layer)
+    x = batch().float()
+    before = layer(x)
+    with torch.no_grad():
+        layer[0].v_bias.add_(1)  # type: ignore[union-attr]
+    assert not torch.allclose(before, layer(x))
+
+
+def test_a_bias_of_x_is_none() -> None:
+    class OfX(MadeBiases):
+        def ffn(self, x: Tensor) -> Tensor:
+            h = F.linear(self.n2(x), self.up.weight, self.size.exp() * self.shift * x.mean())
+            return self.down(F.gelu(h))  # type: ignore[no-any-return]
+
+    both(OfX(), "generic")

@@ -224,3 +224,16 @@ def _roots(walk: Walk, v: Value) -> set[str]:
     for call in walk.recording.before(v):
         names |= {i.name for i in call.inputs if i.call is None}
     return names
+
+
+def in_rows(mask: Tensor, form: str, batch: int) -> Tensor:
+    """A mask that was given in one of the ways of `_arranged`, as [B, H, T, T]."""
+    if form == "batch":
+        return mask[:, None]
+    if form == "by head":
+        return mask[None]
+    if form == "heads":
+        return mask.unflatten(0, (batch, -1))
+    if form == "square":
+        return mask[None, None]
+    return mask[:, None, None, :] if form == "padding" else mask

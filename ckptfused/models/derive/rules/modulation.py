@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ckptfused.models.derive.recording.recorder import RefusedError
 from ckptfused.models.derive.rules.core import Outer
-from ckptfused.models.derive.rules.pieces import NormPiece, combined
+from ckptfused.models.derive.rules.pieces import Linear, NormPiece, combined
 
 _STEMS = ("pre", "post")
 
@@ -42,6 +42,26 @@ class Factor(NamedTuple):
     def slots(self, outer: Mapping[str, Tensor], x: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Its slot and a vector of this number, [C]. outer: what stands outside, by name."""
         yield f"{self.stem}_w", outer[self.made_of[0].name].reshape(1).repeat(x.size(2))
+
+
+class Bias(NamedTuple):
+    """The bias of a projection that the layer makes anew at each call, by the name of what it is."""
+
+    stem: str
+    made_of: tuple[Outer]
+
+    def slots(self, outer: Mapping[str, Tensor], x: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Its slot and the bias. outer: what stands outside, by name."""
+        yield f"{self.stem}_b", outer[self.made_of[0].name]
+
+
+def biases(half: str, made: Mapping[str, Linear | None]) -> Iterator[Bias]:
+    """Those of a half's projections, by their stems. **Raises** `RefusedError` where parts of one are meant."""
+    for stem, one in made.items():
+        if one is not None and one.bias.startswith("call:"):
+            if one.rows is not None:
+                raise RefusedError("parts of a bias that the layer makes", one.y.call)
+            yield Bias(f"{half}.{stem}", (Outer(one.bias),))
 
 
 def factors(half: str, post: NormPiece | None) -> tuple[Factor, ...]:

@@ -30,7 +30,7 @@ _MOST = 40
 
 
 class Linear(NamedTuple):
-    """A projection: the names of its weight and bias, what it takes and what it makes."""
+    """A projection: the names of its weight and bias, a parameter or what a call makes, what it takes and makes."""
 
     weight: str
     bias: str
@@ -68,7 +68,7 @@ def linear(walk: Walk, v: Value) -> Linear:
     bias, operands = "", call.inputs
     if call.op == "linear":
         w = walk.parameter(operands[1])
-        bias = walk.parameter(operands[2]) if len(operands) > 2 else ""
+        bias = "" if len(operands) < 3 else walk.parameter(operands[2]) or _made_bias(walk, operands[2], v)
         if w and (bias or len(operands) == 2):
             walk.take(call, "projection")
             return Linear(w, bias, False, operands[0], v, module=call.module)
@@ -100,6 +100,16 @@ def linear(walk: Walk, v: Value) -> Linear:
                     walk.take(call, "projection")
                     return found._replace(bias=name, y=v)
     raise RefusedError(f"no rule takes {call}", call)
+
+
+def _made_bias(walk: Walk, bias: Value, y: Value) -> str:
+    """The name of a bias that the layer makes of what does not depend on x (timm's EVA: parts side by side); "" of any
+    other.
+    """
+    if bias.call is None or bias.shape != y.shape[-1:] or not walk.apart(bias):
+        return ""
+    walk.take_before("projection", bias)
+    return named(walk, bias)
 
 
 def norm(walk: Walk, v: Value) -> NormPiece:
