@@ -81,14 +81,14 @@ BESIDE: dict[str, tuple[Callable[[Any, Tensor], Any], Callable[[Any], Any]]] = {
     "a global number": (counts, lambda layer: CALLS),
     "an object": (notes, lambda layer: (layer.notes.last, list(layer.notes.all))),
     "a class": (on_class, lambda layer: (Layer.seen, list(Layer.everywhere))),
-    "another class": (lambda layer, x: Elsewhere.losses.append(x.mean()), lambda layer: list(Elsewhere.losses)),
-    "an imported module": (lambda layer, x: STATE.losses.append(x.mean()), lambda layer: list(STATE.losses)),
-    "a long list": (lambda layer, x: LONG.append(x.mean()), lambda layer: list(LONG)),
     "Python's generator": (lambda layer, x: random.random(), lambda layer: random.getstate()),
     "NumPy's generator": (lambda layer, x: np.random.rand(), lambda layer: str(np.random.get_state())),
     "PyTorch's generator": (lambda layer, x: torch.manual_seed(3), lambda layer: torch.get_rng_state().tolist()),
     "a generator of Python's": (lambda layer, x: layer.python.random(), lambda layer: layer.python.getstate()),
     "a generator of NumPy's": (lambda layer, x: layer.numpy.random(), lambda layer: state_of(layer.numpy)),
+    "another class": (lambda layer, x: Elsewhere.losses.append(x.mean()), lambda layer: list(Elsewhere.losses)),
+    "an imported module": (lambda layer, x: STATE.losses.append(x.mean()), lambda layer: list(STATE.losses)),
+    "a long list": (lambda layer, x: LONG.append(x.mean()), lambda layer: list(LONG)),
 }
 
 

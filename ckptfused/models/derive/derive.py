@@ -16,6 +16,7 @@ from ckptfused.models.derive.flash import spelled_out
 from ckptfused.models.derive.normal_form import DerivedLayer
 from ckptfused.models.derive.opaque import CAST_CALLS, Opaque
 from ckptfused.models.derive.prove import Proof, prove
+from ckptfused.models.derive.recording.draws import DRAWS
 from ckptfused.models.derive.recording.evaluate import NOTHING, Rest, evaluated
 from ckptfused.models.derive.recording.record import (
     RAISED,
@@ -210,6 +211,8 @@ def refuted_by(
 
 def _hold(proof: Proof, layer: nn.Module, here: Recording) -> Here:
     start = here.x if here.rest is None else here.rest.start
+    if proof.reading.seq_first and any(half and half.modulated for half in (proof.layout.attn, proof.layout.ffn)):
+        raise RefusedError("vectors of each batch element beside an x that is [T, B, C]")
     for v in (here.x, here.y):
         if v.data.dtype != start.data.dtype:
             raise RefusedError(f"it makes {v.data.dtype} of {start.data.dtype}", v.call)
@@ -239,6 +242,10 @@ def _hold(proof: Proof, layer: nn.Module, here: Recording) -> Here:
             refuse_objects(call)
             if proof.reading.seq_first and here.x in call.inputs:
                 raise RefusedError("what stands outside depends on an x that is [T, B, C]", call)
+    if here.rest is not None:
+        drawn = {call for value in recipes.values() for call in here.before(value) if call.op in DRAWS}
+        if drawn & {*here.before(here.rest.end, since=here.rest.start)}:
+            raise RefusedError("what is drawn once goes to the op and to what stands beside it")
     return Here(recipes, window, here.rest, here.returned)
 
 

@@ -60,9 +60,7 @@ _FUNCTIONS = (types.FunctionType, types.MethodType, staticmethod, classmethod, p
 
 
 class LayerState:
-    """Attributes of a layer's modules and of what these hold, the code of their classes, and the functions, numbers and
-    tables that this code finds by name.
-    """
+    """Attributes of a layer's modules and of what these hold, their classes' code, and what this finds by name."""
 
     def __init__(self, layer: nn.Module) -> None:
         self._dicts: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
@@ -283,7 +281,8 @@ class LayerState:
                 self._read(one)
             else:  # an object: those of its attributes that have such names come by themselves
                 self.why = self.why or why_untold(one, held=False)
-        return functions
+        more = names.union(*(attributes_of(f.__func__.__code__) for f in functions if isinstance(f, classmethod)))
+        return functions + (self._attributes(value, more) if more != names else [])  # by its `cls.`
 
     def _objects_of_names(self) -> None:
         """Takes what all code together may read of the classes of configurations, and of what is held weakly."""

@@ -258,6 +258,7 @@ def _normed(layer: nn.Module, found: NormOf | None) -> Any:
     if found is None:
         return None
     weight, bias = _tensor(layer, found.weight), _tensor(layer, found.bias)
+    weight = weight if weight is None or weight.dim() == 1 else weight.flatten()  # LayerScale's may be [1, 1, C]
     return Norm(found.kind, found.eps, weight, bias)  # type: ignore[arg-type]
 
 

@@ -174,6 +174,7 @@ def _compared(own: nn.Module, form: Form, walk: Walk, factored: Factored) -> tup
     ]
     leaves = [x, *(p for _, p in wanted)]
     own_gradients = _gradients(y, weights, leaves)
+    _reaches_the_result(layout, [(name, g) for (name, _), g in zip(wanted, own_gradients[1:], strict=True)])
     errors: dict[str, float] = {}
     for made in ways:
         pairs = [("the result", y, made)]
@@ -190,6 +191,16 @@ def _compared(own: nn.Module, form: Form, walk: Walk, factored: Factored) -> tup
     if recording.rest is not None:
         _can_be_called_again(recording, factored)
     return layout, text, errors
+
+
+def _reaches_the_result(layout: DerivedLayer, gradients: list[tuple[str, Tensor]]) -> None:
+    """**Raises** `RefusedError` where nothing of a half does, which a number or what is drawn leaves out: nothing could
+    be proved of it.
+    """
+    for half, last in ((layout.attn, 3), (layout.ffn, 2)):
+        made = half and half.maps[last]
+        if made and not any(bool(g.any()) for name, g in gradients if name == made.weight):
+            raise RefusedError(f"nothing that {made.weight} makes reaches the result at the proof's numbers")
 
 
 def _made_again(layout: DerivedLayer, recording: Recording) -> dict[str, Tensor]:

@@ -183,3 +183,32 @@ def test_what_is_not_such_a_block_runs_as_written(cls: type[Block]) -> None:
     x = torch.randn(9, 4, C, dtype=torch.float64)
     for a, b in zip(step(plain, x, {}), step(converted, x, {}), strict=True):
         torch.testing.assert_close(b, a, rtol=1e-9, atol=1e-10)
+
+
+class Scaled(Block):
+    """LayerScale of shape [1, 1, C], a parameter or a buffer."""
+
+    def __init__(self, p: float = 0.0, buffer: bool = False) -> None:
+        super().__init__(p)
+        scale = torch.rand(1, 1, C) + 0.5
+        if buffer:
+            self.register_buffer("scale", scale)
+        else:
+            self.scale = nn.Parameter(scale)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, pad: Tensor | None = None) -> Tensor:
+        x = x + self.scale * self.attend(self.n1(x), mask, pad)
+        return x + self.scale * self.ffn(self.n2(x))
+
+
+@pytest.mark.parametrize("buffer", [False, True])
+def test_a_scale_of_three_dimensions(buffer: bool) -> None:
+    torch.manual_seed(0)
+    plain = nn.ModuleList(Scaled(buffer=buffer) for _ in range(2)).double()
+    converted = copy.deepcopy(plain)
+    ckptfused.convert(converted)
+    x = torch.randn(9, 4, C, dtype=torch.float64)
+    with unfused() as reasons:
+        for a, b in zip(step(plain, x, {}), step(converted, x, {}), strict=True):
+            torch.testing.assert_close(b, a, rtol=1e-9, atol=1e-10)
+    assert bool(reasons) == buffer

@@ -136,6 +136,7 @@ class Convolved(Plain):
 
 def test_convolutions_of_one_place_are_products() -> None:
     both(Convolved(), "fused")
+    both(Convolved(bias=False), "fused")
     found = derive(Convolved(p=0.3), (batch().float(),), {})
     assert found.proof is not None and not found.why
     assert "ffn.p_hidden=0.3" in found.proof.text and "ffn.p_res=0.3" in found.proof.text

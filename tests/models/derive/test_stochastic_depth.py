@@ -269,3 +269,78 @@ def test_a_step_within_a_checkpoint_draws_the_same_again() -> None:
 
     for a, b in zip(step(plain, x), step(Outer(converted), x), strict=True):
         torch.testing.assert_close(b, a, rtol=1e-9, atol=1e-10)
+
+
+def alone_high(x: Tensor) -> Tensor:
+    """One number for all, kept where it is high."""
+    return x * torch.floor(0.6 + torch.rand(1, 1, 1, dtype=x.dtype)) / 0.6
+
+
+def alone_low(x: Tensor) -> Tensor:
+    return x * (torch.rand(1) < 0.6) / 0.6
+
+
+def three_ways(x: Tensor) -> Tensor:
+    """Kept between two numbers: of none of those at which it is proved."""
+    drawn = torch.rand(x.shape[0], 1, 1, dtype=x.dtype)
+    return x * ((drawn >= 0.4) & (drawn < 0.6))
+
+
+class Rearranged(Block):
+    """Its MLP's hidden values are in another order, which a proof that leaves it out would not see."""
+
+    def ffn(self, x: Tensor) -> Tensor:
+        h = F.gelu(self.up(self.n2(x)))
+        return self.down(h.transpose(1, 2).reshape(h.shape))  # type: ignore[no-any-return]
+
+
+class Forked(Block):
+    """Its numbers are those of a seed, at each call."""
+
+    def left_out(self, x: Tensor) -> Tensor:
+        with torch.random.fork_rng():
+            torch.manual_seed(7)
+            return x * (torch.rand(x.shape[0], 1, 1, dtype=x.dtype) < 0.6)
+
+
+class RatesOfATensor(Block):
+    def left_out(self, x: Tensor) -> Tensor:
+        rates = torch.linspace(0.3, 0.9, x.shape[0], dtype=x.dtype)[:, None, None]
+        return x * torch.empty_like(rates).bernoulli_(rates)
+
+
+class SharedWithTheRest(Block):
+    """Both halves have the same numbers; one of them is no half of a block."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        drawn = (torch.rand(x.shape[0], 1, 1, dtype=x.dtype) < 0.5).to(x.dtype)
+        x = x + drawn * self.attn(x).cumsum(-1)
+        return x + drawn * self.ffn(x)
+
+
+UNSEEN: dict[str, Callable[[], Block]] = {
+    "one number, kept where it is high": lambda: Block(alone_high),
+    "one number, kept where it is low": lambda: Block(alone_low),
+    "kept between two numbers": lambda: Block(three_ways),
+    "rearranged, one number": lambda: Rearranged(alone_high),
+    "rearranged": lambda: Rearranged(timm),
+    "a seed": lambda: Forked(timm),
+    "rates of a tensor": lambda: RatesOfATensor(timm),
+    "shared with the rest": lambda: SharedWithTheRest(timm),
+}
+
+
+@pytest.mark.parametrize("block", UNSEEN.values(), ids=UNSEEN)
+def test_what_a_proof_may_not_see(block: Callable[[], Block]) -> None:
+    plain, converted = pair(block)
+    ckptfused.convert(converted)
+    for rows in (6, 1):
+        x = torch.randn(rows, 9, C, dtype=torch.float64)
+        for a, b in zip(step(plain, x), step(converted, x), strict=True):
+            torch.testing.assert_close(b, a, rtol=1e-9, atol=1e-10)
+
+
+def test_a_half_that_nothing_is_seen_of_is_not_fused() -> None:
+    for block, path in ((three_ways, "generic"), (alone_high, "fused"), (alone_low, "fused")):
+        _, converted = pair(lambda block=block: Block(block))  # type: ignore[misc]
+        assert [layer.path for layer in ckptfused.convert(converted).layers] == [path] * 3

@@ -190,8 +190,35 @@ settings.registry = {"by": 1.0, "how": F.gelu, "dtype": torch.float32}  # type: 
 settings.sizes = {"m": {"by": 1.0}}  # type: ignore[attr-defined]
 _read, _put = _cell()
 queued = deque([1.0])
+
+
+class ByClass:
+    """A class that is asked by its methods."""
+
+    _scale = 1.0
+    _only: ByClass | None = None
+
+    def __init__(self) -> None:
+        self.value = 1.0
+
+    @classmethod
+    def factor(cls) -> float:
+        return cls._scale
+
+    @classmethod
+    def only(cls) -> ByClass:
+        if cls._only is None:
+            cls._only = cls()
+        return cls._only
+
+
+ByClass.only()
+
+
 OUTSIDE: dict[str, tuple[Callable[[Any], Any], Callable[[float], None]]] = {
     "a class": (lambda _: Namespace.scale, lambda v: setattr(Namespace, "scale", v)),
+    "a classmethod": (lambda _: ByClass.factor(), lambda v: setattr(ByClass, "_scale", v)),
+    "a singleton": (lambda _: ByClass.only().value, lambda v: setattr(ByClass.only(), "value", v)),
     "a base": (lambda _: Inherits.scale, lambda v: setattr(Namespace, "scale", v)),
     "a module": (lambda _: settings.SCALE, lambda v: setattr(settings, "SCALE", v)),
     "an object in a module": (lambda _: settings.inner.scale, lambda v: setattr(settings.inner, "scale", v)),

@@ -44,8 +44,11 @@ def drawn(noted: Any, func: Any, args: Any, kwargs: Any, generator: torch.Genera
 
 def _numbers(op: str, made: Tensor) -> Tensor:
     """Drawn numbers, the first and the last of which are made such that one batch element is kept and another left out
-    at any rate: of a half that is left out of all, a proof would see nothing.
+    at any rate, one alone such that it is kept at most: of a half that is left out of all, a proof would see nothing.
     """
-    if (numbers := made.view(-1)).numel():
-        numbers[-1], numbers[0] = (0.99, 0.01) if op == "rand" else (0.0, 1.0)
+    numbers, drawn = made.view(-1), op == "rand"
+    if numbers.numel() > 1:
+        numbers[0], numbers[-1] = (0.01, 0.99) if drawn else (1.0, 0.0)
+    elif numbers.numel():
+        numbers[0] = 0.5 if drawn else 1.0
     return made

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from ckptfused.compat.pytree import tree_leaves
 from ckptfused.compat.torch_dispatch import tensors_of
 from ckptfused.compat.torch_modules import OPENED
-from ckptfused.models.derive.recording.draws import drawn
+from ckptfused.models.derive.recording.draws import DRAWS, drawn
 from ckptfused.models.derive.recording.in_place import function_without_writing, let_go, without_writing, writes
 from ckptfused.models.derive.recording.names import code_place, function_name, words_of
 from ckptfused.ops.numerics import Modes
@@ -132,6 +132,7 @@ class CallRecorder(TorchFunctionMode):
         """The calls of modules by the layer's own code, by what they return. `func` is None, `op` has the name."""
         self._entered: Any = None
         self._wide, self._generator = wide, generator
+        self._state = torch.get_rng_state() if wide else None
         self.modes, self._inference = Modes.now(), torch.is_inference_mode_enabled()
 
     @property
@@ -171,6 +172,8 @@ class CallRecorder(TorchFunctionMode):
         if func is F.dropout and args[1:]:  # an inplace by its place, too
             names = ("p", "training", "inplace")
             args, kwargs = args[:1], {**kwargs, **dict(zip(names, args[1:], strict=False))}
+        if op.rstrip("_") in DRAWS and self._state is not None and not torch.equal(self._state, torch.get_rng_state()):
+            raise RefusedError(f"{at}: {op} after the state of a generator was set")
         if self._wide:
             args, kwargs = _mapped(_widened, (args, kwargs))
             func, op = (Tensor.double, "double") if op == "float" else (func, op)
@@ -254,6 +257,8 @@ class CallRecorder(TorchFunctionMode):
         every = itertools.chain(self._first, (v for call in self.calls for v in call.values))
         if not let_go(self.value(target), self.values, every):
             raise RefusedError(f"{noted.place}: {noted.op} writes in place to what others see")
+        if noted.op == "bernoulli_" and len(noted.inputs) > 1:
+            raise RefusedError(f"{noted.place}: bernoulli_ with a rate that is a tensor")
         op, options = without_writing(noted.op), {k: v for k, v in noted.kwargs.items() if k != "inplace"}
         function = function_without_writing(noted.func, op)
         return Recorded(noted.number, function, op, noted.args, options, noted.place), target

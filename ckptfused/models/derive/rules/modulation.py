@@ -41,7 +41,8 @@ class Factor(NamedTuple):
 
     def slots(self, outer: Mapping[str, Tensor], x: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Its slot and a vector of this number, [C]. outer: what stands outside, by name."""
-        yield f"{self.stem}_w", outer[self.made_of[0].name].reshape(1).repeat(x.size(2))
+        number = outer[self.made_of[0].name].reshape(1)
+        yield f"{self.stem}_w", (number if number.is_floating_point() else number.to(x.dtype)).repeat(x.size(2))
 
 
 class Bias(NamedTuple):

@@ -72,7 +72,11 @@ def linear(walk: Walk, v: Value) -> Linear:
         if w and (bias or len(operands) == 2):
             walk.take(call, "projection")
             return Linear(w, bias, False, operands[0], v, module=call.module)
-    elif call.op == "conv1d" and operands[1].shape[2:] == (1,) and all(n in (0, 1) for n in tree_leaves(call.numbers)):
+    elif (
+        call.op == "conv1d"
+        and operands[1].shape[2:] == (1,)
+        and all(n in (0, 1, None) for n in tree_leaves(call.numbers))
+    ):
         if w := walk.parameter(operands[1]):
             bias = walk.parameter(operands[2]) if len(operands) > 2 else ""
             walk.take(call, "projection")
@@ -223,7 +227,8 @@ def layer_scale(walk: Walk, v: Value) -> NormPiece:
     call = walk.same(v).call
     if call is not None and call.op in ("mul", "rmul", "multiply") and len(call.inputs) == 2:
         for x, weight in (call.inputs, call.inputs[::-1]):
-            if (name := walk.parameter(weight)) and weight.shape == v.shape[-1:] and x.shape == v.shape:
+            entries = weight.data.numel() == v.shape[-1] == weight.shape[-1:].numel()
+            if (name := walk.parameter(weight)) and entries and x.shape == v.shape:
                 walk.take(call, "LayerScale")
                 return NormPiece("layerscale", 1e-5, name, "", x)
             if walk.vector_of_samples(weight) and x.shape == v.shape:
