@@ -183,7 +183,7 @@ def layout_of(form: Form, walk: Walk, layer: nn.Module) -> DerivedLayer:
         of_act = () if made.coefficients is None else (made.coefficients,)
         gated = made.up is not None or made.act in GATED_ACTIVATIONS
         first, second = (made.first, made.up) if gated else (None, made.first)
-        beside = (*factors("ffn", branch.post), *biases("ffn", {"gate": first, "up": second, "down": branch.last}))
+        beside: Any = (*factors("ffn", branch.post), *biases("ffn", {"gate": first, "up": second, "down": branch.last}))
         found = found._replace(vectors=(*found.vectors, *by_call, *beside, *of_act))
         ffn = DerivedHalf(
             tuple(map(_map, (first, second, branch.last))),
