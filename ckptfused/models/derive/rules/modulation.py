@@ -57,7 +57,7 @@ class Bias(NamedTuple):
 
 
 def biases(half: str, made: Mapping[str, Linear | None]) -> Iterator[Bias]:
-    """The biases of a half's projections that are made, by their stems. **Raises** `RefusedError` where parts of one are meant."""
+    """The biases of a half's projections that a layer makes. **Raises** `RefusedError` where parts of one are meant."""
     for stem, one in made.items():
         if one is not None and one.bias.startswith("call:"):
             if one.rows is not None:
