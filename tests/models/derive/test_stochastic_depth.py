@@ -303,6 +303,22 @@ class Forked(Block):
             return x * (torch.rand(x.shape[0], 1, 1, dtype=x.dtype) < 0.6)
 
 
+class Seeded(Block):
+    def left_out(self, x: Tensor) -> Tensor:
+        torch.manual_seed(7)
+        return x * (torch.rand(x.shape[0], 1, 1, dtype=x.dtype) < 0.6)
+
+
+class PutBack(Block):
+    """The generator stands afterwards where it stood."""
+
+    def left_out(self, x: Tensor) -> Tensor:
+        before = torch.get_rng_state()
+        drawn = torch.rand(x.shape[0], 1, 1, dtype=x.dtype) < 0.6
+        torch.set_rng_state(before)
+        return x * drawn
+
+
 class RatesOfATensor(Block):
     def left_out(self, x: Tensor) -> Tensor:
         rates = torch.linspace(0.3, 0.9, x.shape[0], dtype=x.dtype)[:, None, None]
@@ -324,7 +340,10 @@ UNSEEN: dict[str, Callable[[], Block]] = {
     "kept between two numbers": lambda: Block(three_ways),
     "rearranged, one number": lambda: Rearranged(alone_high),
     "rearranged": lambda: Rearranged(timm),
-    "a seed": lambda: Forked(timm),
+    "rearranged, kept between": lambda: Rearranged(three_ways),
+    "a seed": lambda: Seeded(timm),
+    "a seed for a while": lambda: Forked(timm),
+    "a state that is put back": lambda: PutBack(timm),
     "rates of a tensor": lambda: RatesOfATensor(timm),
     "shared with the rest": lambda: SharedWithTheRest(timm),
 }

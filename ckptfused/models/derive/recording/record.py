@@ -174,7 +174,7 @@ def record(
     for name, t in tensors_held(layer):
         recorder.root(f"buffer:{name}", t)
     given, tree = tree_flatten((args, kwargs))
-    drawn = random.getstate(), torch.get_rng_state() if wide else None
+    drawn, before = random.getstate(), torch.get_rng_state()
     try:
         with recorder.watching(layer), roots[0].data.device, recorder:  # where a forward makes its own masks
             if seq_first:
@@ -189,8 +189,12 @@ def record(
         raise
     except Exception as error:  # any forward may raise anything on arguments that were guessed
         raise RefusedError(f"{RAISED} {type(error).__name__}: {error}", within=recorder.outermost) from error
-    if random.getstate() != drawn[0] or (drawn[1] is not None and not torch.equal(torch.get_rng_state(), drawn[1])):
-        raise RefusedError("it draws random numbers beside those of dropout")
+    finally:
+        after = torch.get_rng_state()
+        if recorder.state is not None:
+            torch.set_rng_state(before)
+    if random.getstate() != drawn or (recorder.state is not None and not torch.equal(after, recorder.state)):
+        raise RefusedError("it draws random numbers beside those of dropout, or sets the state of a generator")
     if _state(layer) != state:
         raise RefusedError("its forward changes the layer's own attributes or buffers")
     left, tree_left = tree_flatten((args, kwargs))

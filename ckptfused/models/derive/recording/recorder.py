@@ -132,7 +132,8 @@ class CallRecorder(TorchFunctionMode):
         """The calls of modules by the layer's own code, by what they return. `func` is None, `op` has the name."""
         self._entered: Any = None
         self._wide, self._generator = wide, generator
-        self._state = torch.get_rng_state() if wide else None
+        self.state = torch.get_rng_state() if wide else None
+        """Where PyTorch's generator has to be afterwards: a number further for each of `DRAWS`."""
         self.modes, self._inference = Modes.now(), torch.is_inference_mode_enabled()
 
     @property
@@ -172,8 +173,9 @@ class CallRecorder(TorchFunctionMode):
         if func is F.dropout and args[1:]:  # an inplace by its place, too
             names = ("p", "training", "inplace")
             args, kwargs = args[:1], {**kwargs, **dict(zip(names, args[1:], strict=False))}
-        if op.rstrip("_") in DRAWS and self._state is not None and not torch.equal(self._state, torch.get_rng_state()):
-            raise RefusedError(f"{at}: {op} after the state of a generator was set")
+        if op.rstrip("_") in DRAWS and self.state is not None:
+            torch.rand(())
+            self.state = torch.get_rng_state()
         if self._wide:
             args, kwargs = _mapped(_widened, (args, kwargs))
             func, op = (Tensor.double, "double") if op == "float" else (func, op)
