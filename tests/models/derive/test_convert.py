@@ -169,7 +169,7 @@ def other_heads(model: Any) -> None:
 
 
 CHANGES: list[tuple[Callable[[Any], None], int]] = [
-    *((change, 0) for change in (own_forward, hooked)),
+    *((change, 0) for change in (own_forward, hooked, another_rate)),  # of what is dropped whole nothing can be proved
     *(
         (change, 2)
         for change in (
@@ -178,7 +178,6 @@ CHANGES: list[tuple[Callable[[Any], None], int]] = [
             another_module,
             written_buffer,
             no_bias,
-            another_rate,
             other_heads,
         )
     ),
