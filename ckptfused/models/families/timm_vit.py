@@ -1,4 +1,4 @@
-"""timm's ViT block: pre-norm, joint qkv, optional q/k norm. LayerScale and active stochastic depth are not fused."""
+"""timm's ViT block: pre-norm, joint qkv, optional q/k norm. One with LayerScale or active stochastic depth is derived."""
 
 from __future__ import annotations
 
