@@ -1,4 +1,4 @@
-"""timm's ViT block: pre-norm, joint qkv, optional q/k norm. One with LayerScale or active stochastic depth is derived."""
+"""timm's ViT block: pre-norm, joint qkv, optional q/k norm; with LayerScale or stochastic depth it is derived."""
 
 from __future__ import annotations
 
