@@ -21,6 +21,7 @@ from ckptfused.state.snapshot import keeps_books
 
 _PLAIN = (bool, int, float, str)
 _FEW = 64  # values at most of a list that is compared
+_DEEP = 3  # containers within one another at most: one may hold itself
 _OF_MODULES = ("_parameters", "_buffers", "_modules")
 LEAST_FREE = 0.04  # of the host's memory, below which a step ends that saves everything
 
@@ -88,8 +89,8 @@ def _read(model: nn.Module, given: Any, step: StepRun, before: dict[str, Any], f
             step.gradients[name] = prints.of(t.grad)
     for name, buffer in model.named_buffers():
         step.buffers[name] = prints.of(buffer)
-    for name, t in (*model.named_parameters(), *_tensors_held(model)):
-        step.held[name] = prints.of(t)
+    for name, held in (*model.named_parameters(), *_tensors_held(model)):
+        step.held[name] = prints.of(held)
     prints.settle()
     other = first is not None and first.gradients != step.gradients
     for name, t in named:
@@ -104,14 +105,14 @@ def _read(model: nn.Module, given: Any, step: StepRun, before: dict[str, Any], f
     step.attributes = {name: now.get(name) for name in now | before if not alike(now.get(name), before.get(name))}
 
 
-def _tensors_held(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Tensors that modules hold as plain attributes, as averages and codebooks often are; and what holds tensors there:
-    lists, tuples, dicts, and objects of somebody's own, by their attributes.
+def _tensors_held(model: nn.Module) -> Iterator[tuple[str, list[Tensor]]]:
+    """Tensors that modules hold as plain attributes, as averages and codebooks often are, and those in lists, tuples,
+    dicts and objects of somebody's own there, by attribute.
     """
     for place, module in model.named_modules():
         if not keeps_books(module):
             for name, value in vars(module).items():
-                if name not in _OF_MODULES and _holds_tensors(held := _content(name, value)):
+                if name not in _OF_MODULES and (held := _tensors_within(_content(name, value))):
                     yield f"{place}.{name}".lstrip("."), held
 
 
@@ -120,10 +121,11 @@ def _content(name: str, value: Any) -> Any:
     return value if held is None else dict(held)
 
 
-def _holds_tensors(value: Any) -> bool:
-    if isinstance(value, list | tuple | dict):
-        return len(value) <= _FEW and any(map(_holds_tensors, value.values() if isinstance(value, dict) else value))
-    return isinstance(value, Tensor)
+def _tensors_within(value: Any, depth: int = 0) -> list[Tensor]:
+    if not isinstance(value, list | tuple | dict) or len(value) > _FEW or depth == _DEEP:
+        return [value] if isinstance(value, Tensor) else []
+    values = value.values() if isinstance(value, dict) else value
+    return [t for one in values for t in _tensors_within(one, depth + 1)]
 
 
 def _norms(t: Tensor, other: Tensor | None) -> tuple[float, float]:

@@ -44,7 +44,7 @@ class Cost(NamedTuple):
 
     def without(self, held: int) -> Cost:
         """What it would be if so many of its bytes were somebody else's."""
-        return self._replace(saved=self.saved - held, forward=self.forward - held, backward=self.backward - held)
+        return self.spared(Cost(0, 0, 0, 0, 0), Cost(held, held, held, 0, 0))
 
     def holds_less(self, other: Cost) -> bool:
         return any(own < others for own, others in zip(self[:3], other[:3], strict=True))

@@ -185,9 +185,14 @@ def slots_of(kind: Any) -> tuple[str, ...]:
     return tuple(name for name in names if not name.startswith("__"))
 
 
+def _is_library(name: Any) -> bool:
+    """Whether a module, by its name, is Python's, PyTorch's or NumPy's."""
+    return str(name).split(".")[0] in _LIBRARIES
+
+
 def _parts_of_class(kind: Any, found: Reached) -> list[Any]:
     """What the attributes of a class that is nobody's library's hold."""
-    if of_torch(kind) or kind.__module__ in sys.stdlib_module_names:
+    if _is_library(kind.__module__):
         return []
     found.classes.append(kind)
     return [value for value in vars(kind).values() if isinstance(value, _HOLDING)]
@@ -210,7 +215,7 @@ def _parts_of_function(function: types.FunctionType, found: Reached) -> _Parts:
         kind = type(value)
         if kind not in _NOTHING_INSIDE or kind is type:
             beyond.append(value)
-        if kind is types.ModuleType and value.__name__.split(".")[0] not in _LIBRARIES:
+        if kind is types.ModuleType and not _is_library(value.__name__):
             named = map(vars(value).get, attributes_of(function.__code__))
             beyond.extend(one for one in named if isinstance(one, _HOLDING))
         if kind in _MAY_DRAW and (g := behind(value, _says_random(function.__code__))) is not None:
@@ -248,7 +253,7 @@ def content_of_object(value: Any) -> dict[str, Any] | None:
     """The attributes of an object whose class is no library's; None of anything else, and of what may be called."""
     kind: Any = type(value)
     held = None if isinstance(value, nn.Module | Tensor | type) or callable(value) else getattr(value, "__dict__", None)
-    return held if type(held) is dict and kind.__module__.split(".")[0] not in _LIBRARIES else None
+    return held if type(held) is dict and not _is_library(kind.__module__) else None
 
 
 @functools.lru_cache(maxsize=4096)

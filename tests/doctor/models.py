@@ -242,6 +242,8 @@ class CodebookWithin(nn.Module):
         super().__init__()
         made: dict[str, Any] = {"dict": {"code": torch.ones(WIDTH)}, "list": [torch.ones(WIDTH)], "object": Books()}
         self.books, self.how = made.get(how, []), how
+        self.itself: list[Any] = []
+        self.itself.append(self.itself)
 
     def forward(self, x: Tensor) -> Tensor:
         mean = x.detach().mean(0)

@@ -60,12 +60,12 @@ class Sizes(NamedTuple):
 
     @classmethod
     def of(cls, args: Any, kwargs: Any) -> Sizes:
-        """The sizes of a call with x [B, T, C], its first tensor; two tables are alike."""
+        """The sizes of a call with x [B, T, C], its first tensor; of tables two are alike."""
         x, *others = (leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor))
         if x.dim() != 3:
             raise RefusedError("the layer is not called with x [B, T, C]")
         shapes = Counter(t.shape for t in others if t.is_floating_point() and t.dim() in (2, 3))
-        rows = (shape[-2] for shape, count in shapes.items() if count > 0 and shape[-1] % 2 == 0)
+        rows = (shape[-2] for shape, _ in shapes.most_common() if shape[-1] % 2 == 0)
         left_out = (x.size(1) - n for n in rows if 0 < x.size(1) - n <= MOST_FIRST)
         return cls(x.size(0), x.size(1), next(left_out, 0))
 

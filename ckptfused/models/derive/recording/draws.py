@@ -43,8 +43,8 @@ def drawn(noted: Any, func: Any, args: Any, kwargs: Any, generator: torch.Genera
 
 
 def _numbers(op: str, made: Tensor) -> Tensor:
-    """Drawn numbers, the first and the last of which are made such that one batch element is kept and another left out
-    at any rate, one alone such that it is kept at most: of a half that is left out of all, a proof would see nothing.
+    """Drawn numbers, of which the first and the last keep one batch element and leave out another at any rate; one
+    alone keeps all at usual rates. A proof would see nothing of a half that is left out of all.
     """
     numbers, drawn = made.view(-1), op == "rand"
     if numbers.numel() > 1:
