@@ -37,13 +37,13 @@ class MaskedAttention(nn.Module):
 
 
 class Buffers(nn.Module):
-    """A linear layer, and twenty buffers of 1 MB of which it reads a row each."""
+    """A linear layer, and buffers of which it reads a row each."""
 
-    def __init__(self, width: int = 64) -> None:
+    def __init__(self, count: int, rows: int, width: int = 64) -> None:
         super().__init__()
         self.linear = nn.Linear(width, width)
-        for i in range(20):
-            self.register_buffer(f"table{i}", torch.randn(4096, width))
+        for i in range(count):
+            self.register_buffer(f"table{i}", torch.randn(rows, width))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x) + sum(table[0] for table in self.buffers())
@@ -54,9 +54,17 @@ def with_x(function: Callable[[], nn.Module]) -> Callable[[], Case]:
     return lambda: (function(), [torch.randn(2, 16, 32, requires_grad=True)])
 
 
+def with_buffers(count: int, rows: int) -> Callable[[], Case]:
+    """`Buffers` with an input [16, 64]."""
+    return lambda: (Buffers(count, rows), [torch.randn(16, 64, requires_grad=True)])
+
+
 CASES: dict[str, Callable[[], Case]] = {
     "four attentions with GPT-2's mask": with_x(lambda: nn.Sequential(*(MaskedAttention() for _ in range(4)))),
-    "20 buffers of 1 MB": lambda: (Buffers(), [torch.randn(16, 64, requires_grad=True)]),
+    "20 buffers of 1 MB": with_buffers(20, 4096),
+    "20 buffers of 64 KB": with_buffers(20, 256),
+    "20 buffers of 16 KB": with_buffers(20, 64),
+    "60 buffers of 256 bytes": with_buffers(60, 1),
     "200 tensor arguments": lambda: (
         lambda *tensors: torch.stack(tensors).sin().sum(0),
         [torch.randn(16, requires_grad=True) for _ in range(200)],

@@ -78,6 +78,7 @@ class ReplayState:
                 self._uncopied.add(module, parameters)
             for name, t in self._uncopied.take_buffers(module, buffers) if buffers else ():
                 self._tensors.append(TrackedTensor(t, True, (module, "_buffers", name)))
+        self._uncopied.begin()
         few = len(found.tensors) <= _FEW
         for t in found.tensors:
             self._tensors.append(TrackedTensor(t, (few and t.nbytes <= STATISTICS) or not is_left_alone(t)))
@@ -88,7 +89,7 @@ class ReplayState:
 
     def may_fail(self) -> bool:
         """Whether the forward may write something of which there is no copy."""
-        return self._uncopied.has_buffers() or _any_copied_late(self._tensors)
+        return self._uncopied.may_be_written() or _any_copied_late(self._tensors)
 
     def settle(self) -> bool:
         """After the forward: sees what it wrote, and returns whether a replay can have that as it was."""

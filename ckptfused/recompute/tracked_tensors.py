@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ckptfused._extension import _C
 from ckptfused.compat.pytree import tree_leaves
 from ckptfused.compat.torch_autograd import unversioned
 from ckptfused.compat.torch_dispatch import DispatchMode
@@ -21,11 +22,14 @@ from ckptfused.recompute.copy_on_write import write_count as version_of
 # Up to this size a tensor is copied at each call: kernels may write it behind its version counter, as batch norm's do,
 # and a later write may leave its values as they are. Larger ones are copied until a forward was seen that leaves them
 # alone, and for good from the first that does not; the largest never.
-STATISTICS, LARGE = 1 << 16, 1 << 26
-_unwritten: dict[int, weakref.ref[Tensor]] = {}  # by identity
-_written: dict[int, weakref.ref[Tensor]] = {}
-_left_alone: set[tuple[int, ...]] = set()
-"""The tensors, by identity, of which `all_left_alone` knows as long as none of those noted dies or is written."""
+STATISTICS, LARGE = 1 << 14, 1 << 26
+_Noted = dict[tuple[int, bool | None], weakref.ref[Tensor]]
+"""By identity, and by the mode of the module that holds it: evaluation leaves alone what training writes."""
+_unwritten: _Noted = {}
+_written: _Noted = {}
+_seen: _Noted = {}
+_taken_together: set[tuple[int, ...]] = set()
+"""Modes and tensors of which `are_taken_together` knows as long as none of those noted dies or is written."""
 _ORDINARY = (Tensor, nn.Parameter)
 _NOW = object()
 
@@ -38,24 +42,36 @@ class TrackedTensor:
     __slots__ = ("found", "place", "tensor", "version", "written")
 
     def __init__(
-        self, tensor: Tensor, copy: bool, place: Place | None = None, version: int | object | None = _NOW
+        self,
+        tensor: Tensor,
+        copy: bool,
+        place: Place | None = None,
+        version: int | object | None = _NOW,
+        found: Tensor | None = None,
     ) -> None:
         self.tensor = tensor
         self.place = place
         self.version = version_of(tensor) if version is _NOW else version
         self.written = False
-        self.found = _clone(tensor) if copy and _can_be_copied(tensor) else None
+        self.found = _clone(tensor) if copy and _can_be_copied(tensor, self._mode()) else found
 
     def settle(self) -> None:
         """After the forward."""
-        now = version_of(self.tensor)
-        self.written, self.version = now != self.version or self._differs(), now
-        if self.written:
-            _note(self.tensor, _written)
+        if version_of(self.tensor) != self.version or self._differs():
+            self.is_written()
         elif self.found is not None:
-            _note(self.tensor, _unwritten)
+            _note(self.tensor, self._mode(), _unwritten)
             if self.place is None or self.found.nbytes > STATISTICS:
                 self.found = None
+
+    def is_written(self) -> TrackedTensor:
+        """By the forward."""
+        self.written, self.version = True, version_of(self.tensor)
+        _note(self.tensor, None, _written)
+        return self
+
+    def _mode(self) -> bool | None:
+        return None if self.place is None else self.place[0].training
 
     def is_copied_late(self) -> bool:
         """Whether a forward that writes it leaves nothing to replay from."""
@@ -100,11 +116,13 @@ def shown_and_swapped(
             written[storage_of(w.tensor)].append(w)
     shown: dict[tuple[nn.Module, str], dict[str, Any]] = defaultdict(dict)
     swapped: list[TrackedTensor] = []
+    placed: list[list[TrackedTensor]] = []
     for group in written.values():
-        if len({id(w.tensor) for w in group}) > 1 or any(w.place is None for w in group):
+        if (len(group) > 1 and len({id(w.tensor) for w in group}) > 1) or any(w.place is None for w in group):
             swapped += {id(w.tensor): w for w in group}.values()
-            continue
-        one = _clone(group[0].found)  # type: ignore[arg-type]
+        else:
+            placed.append(group)
+    for group, one in zip(placed, _clones([group[0].found for group in placed]), strict=True):
         for w in group:
             module, place, name = w.place  # type: ignore[misc]
             shown[module, place][name] = one
@@ -119,7 +137,7 @@ def shown_and_swapped(
 def with_old_values(swapped: list[TrackedTensor]) -> Iterator[None]:
     """A context in which the tensors have the values that the forward found, and no graph."""
     tensors = [w.tensor for w in swapped]
-    now = [_clone(t) for t in tensors]
+    now = _clones(tensors)
     with unversioned(*tensors):
         ends = [_end_of_graph(t) for t in tensors]
         for w in swapped:
@@ -162,49 +180,61 @@ class _Rejoin(torch.autograd.Function):
         return None, grads[0]
 
 
-def _can_be_copied(t: Tensor) -> bool:
+def _can_be_copied(t: Tensor, mode: bool | None) -> bool:
     if t.requires_grad or t.is_inference():
         return False
-    return t.nbytes <= STATISTICS or (t.nbytes <= LARGE and not is_left_alone(t))
+    return t.nbytes <= STATISTICS or (t.nbytes <= LARGE and not is_left_alone(t, mode))
 
 
-def is_left_alone(t: Tensor) -> bool:
-    """Whether all forwards so far left it alone, and there was one."""
-    left, written = _unwritten.get(id(t)), _written.get(id(t))
+def is_left_alone(t: Tensor, mode: bool | None = None) -> bool:
+    """Whether all forwards so far left it alone, and there was one, in the mode of the module that holds it."""
+    left, written = _unwritten.get((id(t), mode)), _written.get((id(t), None))
     return left is not None and left() is t and (written is None or written() is not t)
 
 
-def all_left_alone(tensors: list[Tensor | None]) -> bool:
-    """Whether each is a tensor of which `is_left_alone` holds."""
-    places = tuple(map(id, tensors))
-    if places in _left_alone:
+def are_taken_together(tensors: list[Tensor | None], mode: bool) -> bool:
+    """Whether `is_taken_with_others` holds of each."""
+    places = (mode, *map(id, tensors))
+    if places in _taken_together:
         return True
-    if not all(t is not None and is_left_alone(t) for t in tensors):
+    if not all(t is not None and is_taken_with_others(t, mode) for t in tensors):
         return False
-    _left_alone.add(places)
+    for t in tensors:
+        _note(t, mode, _seen)  # type: ignore[arg-type]
+    _taken_together.add(places)
     return True
 
 
-def _note(t: Tensor, noted: dict[int, weakref.ref[Tensor]]) -> None:
-    place = id(t)
+def is_taken_with_others(t: Tensor, mode: bool) -> bool:
+    """Whether one call copies and compares it with others, or looks at its version alone."""
+    return _C.has_plain_bytes(t) if t.nbytes <= STATISTICS else is_left_alone(t, mode)
+
+
+def _note(t: Tensor, mode: bool | None, noted: _Noted) -> None:
+    place = id(t), mode
     if noted is _written:
-        _left_alone.clear()
+        _taken_together.clear()
     if place not in noted:
         noted[place] = weakref.ref(t, lambda _: _forget(place, noted))
 
 
-def _forget(place: int, noted: dict[int, weakref.ref[Tensor]]) -> None:
+def _forget(place: tuple[int, bool | None], noted: _Noted) -> None:
     noted.pop(place, None)
-    _left_alone.clear()
+    _taken_together.clear()
 
 
 def _clone(t: Tensor) -> Tensor | None:
     """A copy; None of what PyTorch cannot copy."""
     try:
-        with torch.no_grad(), unseen_by_modes():
-            return t.detach().clone()
+        return _clones([t])[0]
     except (RuntimeError, NotImplementedError):
         return None
+
+
+def _clones(tensors: Iterable[Tensor | None]) -> list[Tensor]:
+    """Copies without a graph."""
+    with torch.no_grad(), unseen_by_modes():
+        return [t.detach().clone() for t in tensors if t is not None]
 
 
 def _fill(t: Tensor, values: Tensor | None) -> None:

@@ -1,21 +1,22 @@
-"""The parameters of many modules, and their large buffers that no forward writes, looked at together."""
+"""The parameters of many modules, and their buffers that no forward writes, looked at together."""
 
 from __future__ import annotations
 
 import itertools
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from ckptfused._extension import _C
-from ckptfused.recompute.tracked_tensors import STATISTICS, TrackedTensor, all_left_alone, is_left_alone
+from ckptfused.recompute.tracked_tensors import STATISTICS, TrackedTensor, are_taken_together, is_taken_with_others
 
 _bytes = operator.attrgetter("nbytes")
 
 
 class UncopiedTensors:
-    """The tensors of modules that a forward finds and of which no copy is made, and their versions after it."""
+    """The tensors of modules that a forward finds and of which no copies of their own are made, and their versions."""
 
     def __init__(self) -> None:
         # Flat, for the garbage collector goes through all lists and dicts that a graph holds.
@@ -34,24 +35,31 @@ class UncopiedTensors:
         self._tensors += parameters.values()
 
     def take_buffers(self, module: nn.Module, buffers: dict[str, Tensor | None]) -> list[tuple[str, Tensor]]:
-        """Takes the large buffers of a module that all forwards so far have left alone, and returns the others."""
+        """Takes the small buffers of a module, and the large ones that all forwards so far have left alone; returns
+        the others.
+        """
         tensors: list[Any] = [*buffers.values()]
-        if all_left_alone(tensors) and min(map(_bytes, tensors)) > STATISTICS:
+        if are_taken_together(tensors, module.training):
             self._take(module, [*buffers], tensors)
             return []
         found = [(name, t) for name, t in buffers.items() if t is not None]
-        left = {name: t for name, t in found if t.nbytes > STATISTICS and is_left_alone(t)}
-        self._take(module, [*left], [*left.values()])
-        return [(name, t) for name, t in found if name not in left]
+        taken = {name: t for name, t in found if is_taken_with_others(t, module.training)}
+        self._take(module, [*taken], [*taken.values()])
+        return [(name, t) for name, t in found if name not in taken]
 
     def _take(self, module: nn.Module, names: list[str], tensors: list[Tensor]) -> None:
         if names:
             self._buffers = self._buffers or _Buffers()
             self._buffers.add(module, names, tensors)
 
-    def has_buffers(self) -> bool:
-        """Whether there is a buffer, which the forward may write after all."""
-        return self._buffers is not None
+    def begin(self) -> None:
+        """Before the forward."""
+        if self._buffers is not None:
+            self._buffers.begin()
+
+    def may_be_written(self) -> bool:
+        """Whether there is a large buffer, which the forward may write after all."""
+        return self._buffers is not None and self._buffers.any_large()
 
     def settle(self) -> list[TrackedTensor]:
         """After the forward: returns the buffers that it wrote. A parameter that it writes (a lazy one's first values,
@@ -77,41 +85,44 @@ class UncopiedTensors:
 
 
 class _Buffers:
+    """Small ones are copied to one memory, and compared in one call."""
+
     def __init__(self) -> None:
-        self.held: list[tuple[nn.Module, list[str]]] = []
+        self.modules: list[nn.Module] = []
+        self.names: list[str] = []
         self.tensors: list[Tensor] = []
-        self.versions: list[int | None] = []
 
     def add(self, module: nn.Module, names: list[str], tensors: list[Tensor]) -> None:
-        """Before the forward."""
-        self.held.append((module, names))
+        self.modules += itertools.repeat(module, len(names))
+        self.names += names
         self.tensors += tensors
-        self.versions += _C.write_counts(tensors)
+
+    def begin(self) -> None:
+        self.versions = _C.write_counts(self.tensors)
+        self.copies = _C.ByteCopies(self.tensors, STATISTICS)
+        self.left: Sequence[int] = range(len(self.tensors))
+
+    def any_large(self) -> bool:
+        return any(map(STATISTICS.__lt__, map(_bytes, self.tensors)))
 
     def settle(self) -> list[TrackedTensor]:
+        written = {*self.copies.differing()}
         now = _C.write_counts(self.tensors)
-        if now == self.versions:
-            return []
-        tracked = self._tracked()
-        written = [w for w, count in zip(tracked, now, strict=True) if w.version != count]
-        left = [w for w, count in zip(tracked, now, strict=True) if w.version == count]
-        self.held, self.tensors, self.versions = [], [], []
-        for w in left:
-            module, _, name = w.place  # type: ignore[misc]
-            self.add(module, [name], [w.tensor])
-        for w in written:
-            w.settle()
-        return written
+        if now != self.versions:
+            written.update(itertools.compress(self.left, map(operator.ne, now, self.versions)))
+        if written:
+            self.left = [i for i in self.left if i not in written]
+        return [self._tracked(i).is_written() for i in sorted(written)]
 
     def others(self) -> list[TrackedTensor]:
-        present = itertools.chain.from_iterable([map(m._buffers.get, names) for m, names in self.held])
-        if all(map(operator.is_, present, self.tensors)) and _C.write_counts(self.tensors) == self.versions:
-            return []
-        return [w for w in self._tracked() if w.changed() or w.replaced()]
-
-    def _tracked(self) -> list[TrackedTensor]:
-        places = [(module, "_buffers", name) for module, names in self.held for name in names]
+        now = _C.write_counts(self.tensors)
         return [
-            TrackedTensor(t, copy=False, place=place, version=version)
-            for t, place, version in zip(self.tensors, places, self.versions, strict=True)
+            tracked
+            for i in self.left
+            if now[i] != self.versions[i] or self.modules[i]._buffers.get(self.names[i]) is not self.tensors[i]
+            if (tracked := self._tracked(i)).changed() or tracked.replaced()
         ]
+
+    def _tracked(self, i: int) -> TrackedTensor:
+        place = (self.modules[i], "_buffers", self.names[i])
+        return TrackedTensor(self.tensors[i], False, place, self.versions[i], self.copies.of(i))

@@ -22,6 +22,7 @@
 #include "ops/linear.h"
 
 void bind_arguments(pybind11::module_& m);
+void bind_byte_copies(pybind11::module_& m);
 void bind_copy_on_write(pybind11::module_& m);
 void bind_module_guard(pybind11::module_& m);
 void bind_testing(pybind11::module_ testing);
@@ -258,6 +259,7 @@ PYBIND11_MODULE(_C, m) {
       .def("op_ran", &OpenLedger::op_ran)
       .def("set_attention", &OpenLedger::set_attention);
   bind_arguments(m);
+  bind_byte_copies(m);
   bind_copy_on_write(m);
   bind_module_guard(m);
   bind_testing(m.def_submodule("testing"));

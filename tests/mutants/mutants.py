@@ -864,6 +864,20 @@ MUTANTS = (
         test="tests/recompute/test_wrapped.py::test_state_is_updated_once[fsdp2]",
     ),
     Mutant(
+        "small buffers by their version counters alone",
+        file="ckptfused/recompute/uncopied_tensors.py",
+        text="written = {*self.copies.differing()}",
+        defect="written: set[int] = set()",
+        test="tests/recompute/test_statistics.py::test_updated_once[batch1d-train]",
+    ),
+    Mutant(
+        "a large buffer left alone in evaluation, not looked at in training",
+        file="ckptfused/recompute/tracked_tensors.py",
+        text="return None if self.place is None else self.place[0].training",
+        defect="return None if self.place is None else not self.place[0].training",
+        test="tests/recompute/test_statistics.py::test_training_after_evaluation[100000]",
+    ),
+    Mutant(
         "buffers of a replay that other threads find, too",
         file="ckptfused/recompute/per_thread_tensors.py",
         text="elif len(self.views) == 1 and self.views.keys() >= _inside.keys():",

@@ -422,6 +422,61 @@ def test_a_large_buffer_that_some_calls_write(size: int, backwards: int) -> None
     assert same(*found)
 
 
+def _as_it_was(module: nn.Module) -> None:
+    module.wide.data[0] += 1
+
+
+def _through_numpy(module: nn.Module) -> None:
+    module.narrow.numpy()[0] += 1
+
+
+def _to_not_a_number(module: nn.Module) -> None:
+    module.wide.data.fill_(float("nan")) if module.calls == 2 else module.wide.data.zero_()
+
+
+def _to_other_memory(module: nn.Module) -> None:
+    module.narrow.data = torch.full([2 * module.calls], 3.0)
+
+
+class SmallBuffers(nn.Module):
+    """Buffers, one of them transposed, that some calls write without a word to their version counters."""
+
+    def __init__(self, write: Callable[[nn.Module], None]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.write = [write]
+        self.calls = 0
+        self.register_buffer("wide", torch.zeros(8, 4).t())
+        self.register_buffer("narrow", torch.zeros(2))
+        self.register_buffer("flags", torch.ones(3, dtype=torch.bool))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        y = (self.linear(x) + self.narrow.sum() + self.wide.sum()).sin().exp()
+        if self.calls % 3 == 2:
+            self.write[0](self)
+        return y * self.narrow.sum().cos() * self.flags[0]
+
+
+@pytest.mark.parametrize("backwards", [1, 2])
+@pytest.mark.parametrize("write", [_as_it_was, _through_numpy, _to_not_a_number, _to_other_memory])
+def test_small_buffers_that_are_written_behind_their_counters(
+    write: Callable[[nn.Module], None], backwards: int
+) -> None:
+    found = []
+    for call in (plain, checkpoint):
+        torch.manual_seed(1)
+        module, results = SmallBuffers(write), []
+        for _ in range(7):
+            x = torch.randn(3, 4).requires_grad_()
+            loss = call(module, x).sum()
+            for i in range(backwards):
+                loss.backward(retain_graph=i + 1 < backwards)
+            results.append(x.grad.nan_to_num(7.0))
+        found.append([*results, module.wide.nan_to_num(7.0), module.narrow, module.calls])
+    assert same(*found)
+
+
 def test_what_is_saved_in_the_place_of_a_replay_is_guarded() -> None:
     table, scale = torch.zeros(1 << 17), torch.ones(4)
 

@@ -66,6 +66,20 @@ def test_torch_updates_twice(name: str) -> None:
     assert norm.num_batches_tracked == 6
 
 
+@pytest.mark.parametrize("features", [4, 4096, 8192, 100_000])
+def test_training_after_evaluation(features: int) -> None:
+    """Batch norm's kernel writes behind the version counter, of statistics of any size."""
+    x, results = torch.randn(3, features).requires_grad_(), []
+    for call in (checkpoint, lambda function, x: function(x)):
+        norm, found = nn.BatchNorm1d(features), []
+        for training in (False, False, True, True, False, True):
+            found.append(run(call, nn.Sequential(norm.train(training), nn.Tanh()), x))
+        results.append([*found, *norm.buffers()])
+    ours, plain = results
+    assert plain[-1] == 9
+    assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
+
+
 def test_shared_and_nested() -> None:
     x = torch.randn(6, 4).requires_grad_()
     results = []
