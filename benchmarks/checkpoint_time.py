@@ -63,7 +63,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "four attentions with GPT-2's mask": with_x(lambda: nn.Sequential(*(MaskedAttention() for _ in range(4)))),
     "20 buffers of 1 MB": with_buffers(20, 4096),
     "20 buffers of 64 KB": with_buffers(20, 256),
-    "20 buffers of 16 KB": with_buffers(20, 64),
+    "20 buffers of 8 KB": with_buffers(20, 32),
     "60 buffers of 256 bytes": with_buffers(60, 1),
     "200 tensor arguments": lambda: (
         lambda *tensors: torch.stack(tensors).sin().sum(0),

@@ -22,7 +22,9 @@ from ckptfused.recompute.copy_on_write import write_count as version_of
 # Up to this size a tensor is copied at each call: kernels may write it behind its version counter, as batch norm's do,
 # and a later write may leave its values as they are. Larger ones are copied until a forward was seen that leaves them
 # alone, and for good from the first that does not; the largest never.
-STATISTICS, LARGE = 1 << 14, 1 << 26
+STATISTICS, LARGE = 1 << 16, 1 << 26
+BYTES = 1 << 13
+"""Up to this size a module's buffers are copied and compared together, others of it by what their module's mode did."""
 _Noted = dict[tuple[int, bool | None], weakref.ref[Tensor]]
 """By identity, and by the mode of the module that holds it: evaluation leaves alone what training writes."""
 _unwritten: _Noted = {}
@@ -207,7 +209,7 @@ def are_taken_together(tensors: list[Tensor | None], mode: bool) -> bool:
 
 def is_taken_with_others(t: Tensor, mode: bool) -> bool:
     """Whether one call copies and compares it with others, or looks at its version alone."""
-    return _C.has_plain_bytes(t) if t.nbytes <= STATISTICS else is_left_alone(t, mode)
+    return _C.has_plain_bytes(t) if t.nbytes <= BYTES else is_left_alone(t, mode)
 
 
 def _note(t: Tensor, mode: bool | None, noted: _Noted) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ckptfused._extension import _C
-from ckptfused.recompute.tracked_tensors import STATISTICS, TrackedTensor, are_taken_together, is_taken_with_others
+from ckptfused.recompute.tracked_tensors import BYTES, TrackedTensor, are_taken_together, is_taken_with_others
 
 _bytes = operator.attrgetter("nbytes")
 
@@ -99,11 +99,11 @@ class _Buffers:
 
     def begin(self) -> None:
         self.versions = _C.write_counts(self.tensors)
-        self.copies = _C.ByteCopies(self.tensors, STATISTICS)
+        self.copies = _C.ByteCopies(self.tensors, BYTES)
         self.left: Sequence[int] = range(len(self.tensors))
 
     def any_large(self) -> bool:
-        return any(map(STATISTICS.__lt__, map(_bytes, self.tensors)))
+        return any(map(BYTES.__lt__, map(_bytes, self.tensors)))
 
     def settle(self) -> list[TrackedTensor]:
         written = {*self.copies.differing()}

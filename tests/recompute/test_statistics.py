@@ -66,7 +66,7 @@ def test_torch_updates_twice(name: str) -> None:
     assert norm.num_batches_tracked == 6
 
 
-@pytest.mark.parametrize("features", [4, 4096, 8192, 100_000])
+@pytest.mark.parametrize("features", [4, 4096, 100_000])
 def test_training_after_evaluation(features: int) -> None:
     """Batch norm's kernel writes behind the version counter, of statistics of any size."""
     x, results = torch.randn(3, features).requires_grad_(), []
