@@ -5,17 +5,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
-import importlib.util
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ckptfused.cli import factories
 from ckptfused.cli.configurations import MODELS, read_config
 from ckptfused.cli.errors import CommandError
 from ckptfused.simulate.cards import CARDS, device_name
-from ckptfused.spec.checks import nearest
 
 if TYPE_CHECKING:
     from torch import nn
@@ -146,8 +145,9 @@ def optimizer(arguments: argparse.Namespace) -> MakeOptimizer | None:
 
 def configuration(arguments: argparse.Namespace) -> dict[str, Any] | None:
     """The configuration of the model that is named; None: a function of the user's makes it. **Raises** `CommandError`
-    where there is neither."""
-    if is_factory(arguments.config):
+    where there is neither. PyTorch is not imported for it."""
+    if factories.is_factory(arguments.config):
+        _refuse_for_own(arguments)
         return None
     try:
         return read_config(arguments.config)
@@ -186,9 +186,9 @@ def ran(arguments: argparse.Namespace, run: Callable[[], T]) -> T:
     except (CommandError, whole_package().BudgetError):
         raise
     except Exception as error:
-        if isinstance(error, ValueError) and not is_factory(arguments.config):
+        if isinstance(error, ValueError) and not factories.is_factory(arguments.config):
             raise CommandError(said(error)) from error
-        if not is_factory(arguments.config):
+        if not factories.is_factory(arguments.config):
             raise
         raise CommandError(f"{arguments.config}: {type(error).__name__}: {said(error)}{_where(error)}") from error
 
@@ -213,15 +213,12 @@ def model_and_batch(arguments: argparse.Namespace, needs_batch: bool = False) ->
 
     **Raises** `CommandError` where there is neither, or no batch where one is needed.
     """
-    own = is_factory(arguments.config)
-    if own:
-        refuse_for_own(arguments)  # at once: PyTorch is not imported yet
     whole_package()
     if (name := getattr(arguments, "device", None)) is not None:  # "cuda" where there is none: before all the work
         from ckptfused.simulate.devices import device_named
 
         ran(arguments, lambda: device_named(name))
-    if own:
+    if factories.is_factory(arguments.config):
         model, batch = ran(arguments, lambda: _own(arguments))
         if batch is None and needs_batch:
             raise CommandError(
@@ -241,51 +238,21 @@ def model_and_batch(arguments: argparse.Namespace, needs_batch: bool = False) ->
     return model, longest_context.token_batch(model, arguments.batch, arguments.seq)
 
 
-def refuse_for_own(arguments: argparse.Namespace) -> None:
-    """**Raises** `CommandError` where a function of the user's is to make a model that others make, or its module is
-    not there."""
+def _refuse_for_own(arguments: argparse.Namespace) -> None:
+    """**Raises** `CommandError` where a function of the user's is to make a model that others make, or is not there."""
     for name in ("lora", "load_in_4bit"):
         if getattr(arguments, name):
             option = name.replace("_", "-")
             raise CommandError(f"--{option}: for a configuration; {arguments.config} makes its model itself")
-    module = arguments.config.partition(":")[0].partition(".")[0]
-    with _working_folder():
-        there = module in sys.modules or importlib.util.find_spec(module) is not None
-    if not there:
-        raise CommandError(f"--config: expected module:factory, got {arguments.config!r} (no module {module!r})")
-
-
-def is_factory(text: str) -> bool:
-    """Whether `--config` names a function."""
-    module, colon, name = text.partition(":")
-    return bool(colon) and name.isidentifier() and all(part.isidentifier() for part in module.split("."))
-
-
-@contextlib.contextmanager
-def _working_folder() -> Iterator[None]:
-    """Modules are looked for in the working folder, too, as `python -m` does."""
-    here = str(Path.cwd())
-    sys.path.insert(0, here)
-    try:
-        yield
-    finally:
-        sys.path.remove(here)
+    factories.check_there(arguments.config)
 
 
 def _own(arguments: argparse.Namespace) -> tuple[nn.Module, Any]:
     import torch
     from torch import nn
 
-    module, _, name = arguments.config.partition(":")
-    with _working_folder():
-        try:
-            factory = getattr(importlib.import_module(module), name)
-        except (ModuleNotFoundError, AttributeError) as error:
-            near = nearest(name, vars(sys.modules[module]) if module in sys.modules else ())
-            raise CommandError(
-                f"--config: expected module:factory, got {arguments.config!r} ({error}){near}"
-            ) from error
-        made = factory()
+    with factories.working_folder():
+        made = factories.find(arguments.config)()
     model, batch = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
         came = f"a tuple of {len(made)}" if isinstance(made, tuple) and len(made) != 2 else type(model).__name__

@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from ckptfused import build_info, plan, profile
-from ckptfused.cli import main
+from ckptfused.cli import factories, main
 from ckptfused.cli.configurations import MODELS, read_config
+from ckptfused.cli.errors import CommandError
 from ckptfused.simulate import cards
 from ckptfused.simulate.devices import device_named
 from ckptfused.sizes import size
@@ -35,6 +36,15 @@ ROOT = Path(__file__).parents[2]
         (["pln"], 2, "did you mean plan?"),
         (["context", "--confg", "llama-3-8b"], 2, "there is no --confg; did you mean --config?"),
         (["profile", "--config", "no_such:factory"], 1, "(no module 'no_such')"),
+        (["profile", "--config", "math:sqrtt"], 1, "did you mean sqrt?"),
+        (
+            ["plan", "--config", "own:make_modle"],
+            1,
+            "did you mean make_model?",
+        ),
+        (["layer", "--config", "package.inner:model"], 1, "module 'package.inner' has no attribute 'model')"),
+        (["context", "--config", "package.iner:make"], 1, "(no module 'package.iner')"),
+        (["doctor", "--config", "own.inner:make"], 1, "(no module 'own.inner')"),
         (["plan", "--config", "llama-3-8"], 1, "did you mean llama-3-8b?"),
         (["plan", "--config", "llama-3-8b", "--budget", "3XiB"], 2, "expected a number of bytes"),
         (["profile", "--config", "llama-3-8b", "--device", "h10"], 2, "did you mean h100?"),
@@ -47,10 +57,42 @@ ROOT = Path(__file__).parents[2]
 def test_a_typo_is_answered_without_pytorch(options: list[str], status: int, said: str, tmp_path: Path) -> None:
     """Whose import takes seconds; here it ends the command."""
     (tmp_path / "torch.py").write_text("raise SystemExit('PyTorch was imported')")
+    (tmp_path / "package").mkdir()
+    for name in ("own.py", "package/__init__.py", "package/inner.py"):
+        (tmp_path / name).write_text("import torch\ndef make_model(): return torch.nn.Linear(4, 4)\n")
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
     command = [sys.executable, "-m", "ckptfused", *options]
     found = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path})
     assert found.returncode == status and said in found.stdout + found.stderr, found
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ("names:made_later", "[4, 4]"),
+        ("names:from_elsewhere", "[4, 4]"),
+        ("folder.inner:make_model", "[4, 4]"),
+        ("folder.inner:make_modle", "did you mean make_model?"),
+        ("json:lodas", "did you mean loads?"),
+    ],
+)
+def test_where_names_come_from(config: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names that are not in a module's source, and packages without __init__.py."""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "inner.py").write_text("import torch\ndef make_model(): return torch.nn.Linear(4, 4)\n")
+    (tmp_path / "names.py").write_text(
+        "from folder.inner import *\nfrom_elsewhere = make_model\nglobals()['made_' + 'later'] = make_model\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    for name in ("names", "folder", "folder.inner"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    try:
+        factories.check_there(config)
+        with factories.working_folder():
+            found = str([*factories.find(config)().weight.shape])  # type: ignore[attr-defined]
+    except CommandError as error:
+        found = str(error)
+    assert said in found
 
 
 @pytest.mark.slow
