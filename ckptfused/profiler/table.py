@@ -55,9 +55,9 @@ def printed(rich: Callable[[], Any], plain: Callable[[], str]) -> str:
 
 
 def duration(seconds: float) -> str:
-    if seconds >= 1:
-        return f"{seconds:,.3f} s"
-    return f"{seconds * 1e3:,.2f} ms" if seconds >= 1e-3 or seconds == 0 else f"{seconds * 1e6:,.0f} µs"
+    if seconds >= 1 or seconds == 0:
+        return f"{seconds:,.3f} s" if seconds else "0 s"
+    return f"{seconds * 1e3:,.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:,.0f} µs"
 
 
 def conditions(profile: Any) -> str:
