@@ -2,7 +2,7 @@
 #   make demo        train a small model four ways and compare them
 #   make test        every promise of the library, on the CPU at hand: Python's tests and the C++ ones (less than eight minutes on two cores)
 # What takes longer:
-#   make test PYTEST_ARGS=--every-case    each test with all of its cases, not with one in four
+#   make test PYTEST_ARGS=--every-case    each test with all of its cases, not with one in five
 #   make test-all    these, and with them more types, tiles and architectures of the same, and make mutants
 #   make mutants     plants each fault of tests/mutants and says which test noticed it; CUDA kernels' barriers, spills and instructions
 # Each torch version has a virtual environment and a build folder of its own:

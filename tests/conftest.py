@@ -17,14 +17,14 @@ from tests.devices import why_no_gpu
 
 ALL = "--all"
 EVERY_CASE = "--every-case"
-ONE_IN = 4
+ONE_IN = 5
 
 # Read when CUDA starts: without it torch.use_deterministic_algorithms refuses matrix products there.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(EVERY_CASE, action="store_true", help="every case of each test, not one in four; as .ci/run")
+    parser.addoption(EVERY_CASE, action="store_true", help="every case of each test, not one in five; as .ci/run")
     parser.addoption(ALL, action="store_true", help="and the tests with the marker `extended`; as `make test-all`")
 
 
@@ -44,7 +44,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             _keep(config, items, {item for item in items if item.get_closest_marker("gpu") is None})
     named = any("::" in arg for arg in config.args) or config.option.keyword
     if not (config.getoption(ALL) or config.getoption(EVERY_CASE) or named):
-        _keep(config, items, one_in_four(items))  # of those that can run here
+        _keep(config, items, one_in_five(items))  # of those that can run here
 
 
 def _keep(config: pytest.Config, items: list[pytest.Item], kept: set[pytest.Item]) -> None:
@@ -52,8 +52,8 @@ def _keep(config: pytest.Config, items: list[pytest.Item], kept: set[pytest.Item
     items[:] = [item for item in items if item in kept]
 
 
-def one_in_four(items: list[pytest.Item]) -> set[pytest.Item]:
-    """One in four of each test's cases, at least one, and one in four of all slow tests.
+def one_in_five(items: list[pytest.Item]) -> set[pytest.Item]:
+    """One in five of each test's cases, at least one, and one in five of all slow tests.
 
     They are chosen by their names' hashes: no axis of a product coincides with the choice, a new case moves few others.
     """
