@@ -29,6 +29,7 @@ SHAPES = (Sizes(2, 5), Sizes(3, 7))
 PROOF_ERROR = 1e-8
 """Error of a result or gradient relative to the largest value of it: rounding of float64 is some 1e-13, a constant that
 is written with ten digits some 1e-10."""
+_ATTENDS = ("scaled_dot_product_attention", "softmax")
 
 
 class Proof(NamedTuple):
@@ -155,8 +156,10 @@ def _compared(own: nn.Module, form: Form, walk: Walk, factored: Factored) -> tup
         inputs = layout.inputs(x, _made_again(layout, recording))
         parts = layout.parts(own)
     masks = inputs.masks
-    why = learned((masks.mask, masks.padding), (inputs.cos, inputs.sin, inputs.q_scale))
-    call = build_call(parts, inputs, Mode()) if why is None else why
+    if (why := learned((masks.mask, masks.padding), (inputs.cos, inputs.sin, inputs.q_scale))) is not None:
+        attention = (one for one in recording.before(recording.y) if one.op in _ATTENDS)
+        raise RefusedError(why.text, next(attention, None))
+    call = build_call(parts, inputs, Mode())
     if isinstance(call, Reason):
         raise RefusedError(call.text)
     text, drawn = call.text, layout.masks(recording)

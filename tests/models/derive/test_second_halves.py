@@ -12,11 +12,14 @@ import torch
 from torch import nn
 
 import ckptfused
+from ckptfused.models.derive.derive import derive
 from tests.accounting import saved_bytes
 from tests.models.compare import close, equal
 from tests.models.derive.second_halves import FUSED_TOO, LINEAR, NOT_FUSED, SEVERAL
 from tests.models.derive.test_halves import Stack, draws_at, replays_its_draws, same, step
-from tests.models.small import segmented
+from tests.models.derive.test_mutants import in_double
+from tests.models.derive.written import LLAMA, arguments, made
+from tests.models.small import segmented, unfused
 
 
 def twins(source: str = LINEAR, p: float = 0.0, **options: Any) -> tuple[Any, Any]:
@@ -131,3 +134,30 @@ def test_a_second_backward_and_a_second_derivative() -> None:
         first.square().sum().backward()
         found.append({"first": first.detach(), "second": x.grad})
     close(found[1], found[0], 1e-9)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("which", ["mask", "cos"])
+def test_attention_whose_mask_or_table_is_trained_runs_as_it_is(which: str) -> None:
+    """A relative position bias, a trained rotary table: the op has no gradient for them, the FFN half needs none."""
+    plain, given = made(in_double(LLAMA)).double(), arguments(LLAMA, tokens=13, dtype=torch.float64)
+    place = {"cos": 1, "mask": 3}[which]
+    converted = nn.ModuleList([copy.deepcopy(plain)])
+    ckptfused.convert(converted)
+    for trained in (True, False, True):
+        results = []
+        with unfused() as reasons:
+            for layer in (plain, converted[0]):
+                layer.zero_grad()
+                x, *others = (t.detach().clone() for t in given)
+                others[place - 1].requires_grad_(trained)
+                layer(x.requires_grad_(), *others).sin().sum().backward()
+                results.append({n: p.grad for n, p in layer.named_parameters()} | {"x": x.grad})
+                if trained:
+                    results[-1]["trained"] = others[place - 1].grad
+        assert not reasons
+        close(*results, 1e-10)  # type: ignore[arg-type]
+        leaves = [t.detach().requires_grad_(trained and i == place) for i, t in enumerate(given)]
+        found = derive(plain, (leaves[0].requires_grad_(), *leaves[1:]), {})
+        assert found.proof is not None
+        assert found.proof.text.startswith("halves=ffn" if trained else "halves=attn+ffn"), found.why
+        assert ("needs a gradient" in found.why) is trained
