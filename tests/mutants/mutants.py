@@ -864,6 +864,13 @@ MUTANTS = (
         test="tests/recompute/test_wrapped.py::test_state_is_updated_once[fsdp2]",
     ),
     Mutant(
+        "a layer left alone for its mask that is trained, where its attention alone can be",
+        file="ckptfused/models/derive/prove.py",
+        text="raise RefusedError(why.text, next(attention, None))",
+        defect="raise RefusedError(why.text)",
+        test="tests/models/derive/test_second_halves.py::test_attention_whose_mask_or_table_is_trained_runs_as_it_is[mask]",
+    ),
+    Mutant(
         "small buffers by their version counters alone",
         file="ckptfused/recompute/uncopied_tensors.py",
         text="written = {*self.copies.differing()}",
