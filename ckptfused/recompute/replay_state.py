@@ -86,6 +86,7 @@ class ReplayState:
             generators += drawn_by(kind)
         generators = [g for g in generators if not is_default(g) and (random_state or not is_global(g))]
         self._rng_states = RngStates(generators) if generators else None
+        self._settled = False
 
     def may_fail(self) -> bool:
         """Whether the forward may write something of which there is no copy."""
@@ -93,6 +94,7 @@ class ReplayState:
 
     def settle(self) -> bool:
         """After the forward: sees what it wrote, and returns whether a replay can have that as it was."""
+        self._settled = True
         for tracked in self._tensors:
             tracked.settle()
         self._tensors += self._uncopied.settle()
@@ -113,6 +115,10 @@ class ReplayState:
 
     def old_values(self) -> AbstractContextManager[Callable[[Tensor], Tensor]] | None:
         """A context in which tensors have the values that the forward found; None where all have."""
+        if not self._settled:  # a backward within the forward
+            for tracked in self._tensors:
+                tracked.look()
+            self._tensors += self._uncopied.written()
         for tracked in self._tensors:
             if tracked.written and tracked.found is None:
                 raise RuntimeError(
@@ -121,9 +127,12 @@ class ReplayState:
                     "nothing. Pass it as an argument, or change it outside"
                 )
         tensors = self._tensors + self._uncopied.others()
-        if not tensors:
+        made = [(module, name) for module, name in self._uncopied.absent if module._buffers.get(name) is not None]
+        if not tensors and not made:
             return None
         instead, swapped = shown_and_swapped(tensors)
+        for module, name in made:
+            instead[module, "_buffers"][name] = None
         changed = {
             storage_of(tracked.tensor): f"{self._name(tracked)} was changed in place between forward and backward: "
             f"expected version {tracked.version}, got version {write_count(tracked.tensor)}"

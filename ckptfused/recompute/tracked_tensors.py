@@ -23,15 +23,12 @@ from ckptfused.recompute.copy_on_write import write_count as version_of
 # and a later write may leave its values as they are. Larger ones are copied until a forward was seen that leaves them
 # alone, and for good from the first that does not; the largest never.
 STATISTICS, LARGE = 1 << 16, 1 << 26
-BYTES = 1 << 13
-"""Up to this size a module's buffers are copied and compared together, others of it by what their module's mode did."""
-_Noted = dict[tuple[int, bool | None], weakref.ref[Tensor]]
-"""By identity, and by the mode of the module that holds it: evaluation leaves alone what training writes."""
+_Noted = dict[int, weakref.ref[Tensor]]
+"""By identity."""
 _unwritten: _Noted = {}
 _written: _Noted = {}
-_seen: _Noted = {}
-_taken_together: set[tuple[int, ...]] = set()
-"""Modes and tensors of which `are_taken_together` knows as long as none of those noted dies or is written."""
+_left_alone: set[tuple[int, ...]] = set()
+"""The tensors, by identity, of which `all_left_alone` knows as long as none of those noted dies or is written."""
 _ORDINARY = (Tensor, nn.Parameter)
 _NOW = object()
 
@@ -55,25 +52,28 @@ class TrackedTensor:
         self.place = place
         self.version = version_of(tensor) if version is _NOW else version
         self.written = False
-        self.found = _clone(tensor) if copy and _can_be_copied(tensor, self._mode()) else found
+        always = place is not None and has_statistics(place[0])
+        self.found = _clone(tensor) if copy and _can_be_copied(tensor, always) else found
+
+    def look(self) -> None:
+        """Sees in the forward, or after it, whether that has written it so far."""
+        if version_of(self.tensor) != self.version or self._differs():
+            self.is_written()
 
     def settle(self) -> None:
         """After the forward."""
-        if version_of(self.tensor) != self.version or self._differs():
-            self.is_written()
-        elif self.found is not None:
-            _note(self.tensor, self._mode(), _unwritten)
+        self.look()
+        if not self.written and self.found is not None:
+            _note(self.tensor, _unwritten)
             if self.place is None or self.found.nbytes > STATISTICS:
                 self.found = None
 
     def is_written(self) -> TrackedTensor:
         """By the forward."""
         self.written, self.version = True, version_of(self.tensor)
-        _note(self.tensor, None, _written)
+        if byte_count(self.tensor) > STATISTICS or self.place is None:
+            _note(self.tensor, _written)
         return self
-
-    def _mode(self) -> bool | None:
-        return None if self.place is None else self.place[0].training
 
     def is_copied_late(self) -> bool:
         """Whether a forward that writes it leaves nothing to replay from."""
@@ -84,14 +84,15 @@ class TrackedTensor:
         if self.found is None or not is_plain_view(self.tensor):
             return False
         if not self.tensor.is_cpu:  # the host would have to wait for the answer
-            return self.place is not None and self.tensor.nbytes <= STATISTICS
+            return self.place is not None and (byte_count(self.tensor) <= STATISTICS or has_statistics(self.place[0]))
         return not _same_values(self.found, self.tensor, unknown=True)
 
     def changed(self) -> bool:
         """Whether somebody else wrote to it since the forward; a small one's own values (DDP's broadcast) are none."""
-        if self.written or version_of(self.tensor) == self.version or not is_plain_view(self.tensor):
+        if self.written or not is_plain_view(self.tensor):
             return False
-        return self.found is None or not _same_values(self.found, self.tensor, unknown=False)
+        as_it_was = version_of(self.tensor) == self.version
+        return not (as_it_was if self.found is None else _same_values(self.found, self.tensor, unknown=as_it_was))
 
     def replaced(self) -> bool:
         """Whether another parameter or buffer stands in its place now."""
@@ -110,8 +111,6 @@ def shown_and_swapped(
     """What a replay is shown in the place of buffers and parameters, by module and dict; and the tensors that have
     their old values meanwhile: those outside modules, and those whose memory somebody else has, too.
     """
-    if not tracked:
-        return {}, []
     written: dict[int, list[TrackedTensor]] = defaultdict(list)
     for w in tracked:
         if w.written:
@@ -182,47 +181,52 @@ class _Rejoin(torch.autograd.Function):
         return None, grads[0]
 
 
-def _can_be_copied(t: Tensor, mode: bool | None) -> bool:
-    if t.requires_grad or t.is_inference():
+def has_statistics(module: nn.Module) -> bool:
+    """Whether a module is a norm whose kernel writes its buffers, of any size, behind their version counters: in
+    training, after any number of evaluations that leave them alone."""
+    return "running_mean" in module._buffers
+
+
+def byte_count(t: Tensor) -> int:
+    """The bytes of a tensor; of a sparse one, which nobody copies, more than of any that is copied."""
+    return LARGE + 1 if t.layout == torch.sparse_coo else t.nbytes
+
+
+def _can_be_copied(t: Tensor, always: bool) -> bool:
+    if t.requires_grad or t.is_inference() or not _C.is_readable(t):
         return False
-    return t.nbytes <= STATISTICS or (t.nbytes <= LARGE and not is_left_alone(t, mode))
+    size = byte_count(t)
+    return size <= STATISTICS or (size <= LARGE and (always or not is_left_alone(t)))
 
 
-def is_left_alone(t: Tensor, mode: bool | None = None) -> bool:
-    """Whether all forwards so far left it alone, and there was one, in the mode of the module that holds it."""
-    left, written = _unwritten.get((id(t), mode)), _written.get((id(t), None))
+def is_left_alone(t: Tensor) -> bool:
+    """Whether all forwards so far left it alone, and there was one."""
+    left, written = _unwritten.get(id(t)), _written.get(id(t))
     return left is not None and left() is t and (written is None or written() is not t)
 
 
-def are_taken_together(tensors: list[Tensor | None], mode: bool) -> bool:
-    """Whether `is_taken_with_others` holds of each."""
-    places = (mode, *map(id, tensors))
-    if places in _taken_together:
+def all_left_alone(tensors: list[Tensor | None]) -> bool:
+    """Whether each is a tensor of which `is_left_alone` holds."""
+    places = tuple(map(id, tensors))
+    if places in _left_alone:
         return True
-    if not all(t is not None and is_taken_with_others(t, mode) for t in tensors):
+    if not all(t is not None and is_left_alone(t) for t in tensors):
         return False
-    for t in tensors:
-        _note(t, mode, _seen)  # type: ignore[arg-type]
-    _taken_together.add(places)
+    _left_alone.add(places)
     return True
 
 
-def is_taken_with_others(t: Tensor, mode: bool) -> bool:
-    """Whether one call copies and compares it with others, or looks at its version alone."""
-    return _C.has_plain_bytes(t) if t.nbytes <= BYTES else is_left_alone(t, mode)
-
-
-def _note(t: Tensor, mode: bool | None, noted: _Noted) -> None:
-    place = id(t), mode
+def _note(t: Tensor, noted: _Noted) -> None:
+    place = id(t)
     if noted is _written:
-        _taken_together.clear()
+        _left_alone.clear()
     if place not in noted:
         noted[place] = weakref.ref(t, lambda _: _forget(place, noted))
 
 
-def _forget(place: tuple[int, bool | None], noted: _Noted) -> None:
+def _forget(place: int, noted: _Noted) -> None:
     noted.pop(place, None)
-    _taken_together.clear()
+    _left_alone.clear()
 
 
 def _clone(t: Tensor) -> Tensor | None:
@@ -247,6 +251,8 @@ def _fill(t: Tensor, values: Tensor | None) -> None:
 
 def _same_values(a: Tensor, b: Tensor, unknown: bool) -> bool:
     """Whether all values are the same, NaN and NaN, too; `unknown` of types that PyTorch cannot compare."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
     try:
         with torch.no_grad(), unseen_by_modes():
             return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())

@@ -10,7 +10,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from ckptfused._extension import _C
-from ckptfused.recompute.tracked_tensors import BYTES, TrackedTensor, are_taken_together, is_taken_with_others
+from ckptfused.recompute.copy_on_write import unseen_by_modes
+from ckptfused.recompute.tracked_tensors import (
+    STATISTICS,
+    TrackedTensor,
+    all_left_alone,
+    byte_count,
+    has_statistics,
+    is_left_alone,
+)
 
 _bytes = operator.attrgetter("nbytes")
 
@@ -24,8 +32,10 @@ class UncopiedTensors:
         self._counts: list[int] = []
         self._names: list[str] = []
         self._tensors: list[Tensor | None] = []
-        self._versions: list[int | None] = []
+        self._versions: list[int | None] | None = None  # until the forward is over
         self._buffers: _Buffers | None = None
+        self.absent: list[tuple[nn.Module, str]] = []
+        """Modules and names of buffers that are None."""
 
     def add(self, module: nn.Module, parameters: dict[str, Tensor | None]) -> None:
         """Takes a module's parameters."""
@@ -39,11 +49,13 @@ class UncopiedTensors:
         the others.
         """
         tensors: list[Any] = [*buffers.values()]
-        if are_taken_together(tensors, module.training):
+        large = all_left_alone(tensors) and not has_statistics(module) and min(map(_bytes, tensors)) > STATISTICS
+        if large or _C.all_small(tensors, STATISTICS):
             self._take(module, [*buffers], tensors)
             return []
+        self.absent += [(module, name) for name, t in buffers.items() if t is None]
         found = [(name, t) for name, t in buffers.items() if t is not None]
-        taken = {name: t for name, t in found if is_taken_with_others(t, module.training)}
+        taken = {name: t for name, t in found if _is_taken(module, t)}
         self._take(module, [*taken], [*taken.values()])
         return [(name, t) for name, t in found if name not in taken]
 
@@ -65,12 +77,18 @@ class UncopiedTensors:
         """After the forward: returns the buffers that it wrote. A parameter that it writes (a lazy one's first values,
         a forced norm) is written again by the replay."""
         self._versions = _C.write_counts(self._tensors)
-        return [] if self._buffers is None else self._buffers.settle()
+        return self.written()
+
+    def written(self) -> list[TrackedTensor]:
+        """The buffers that the forward wrote so far, of which no call told before."""
+        return [] if self._buffers is None else self._buffers.written()
 
     def others(self) -> list[TrackedTensor]:
         """The tensors that were changed since, or replaced."""
         buffers = [] if self._buffers is None else self._buffers.others()
         present = itertools.chain.from_iterable([m._parameters.values() for m in self._modules])
+        if self._versions is None:
+            return buffers
         same = all(map(operator.is_, itertools.chain(present, (self,)), [*self._tensors, self]))
         if same and _C.write_counts(self._tensors) == self._versions:
             return buffers
@@ -82,6 +100,13 @@ class UncopiedTensors:
             if t is not None
         ]
         return [w for w in tracked if w.changed() or w.replaced()] + buffers
+
+
+def _is_taken(module: nn.Module, t: Tensor) -> bool:
+    """Whether one call copies and compares it with others, or looks at its version alone."""
+    if byte_count(t) <= STATISTICS:
+        return _C.all_small([t], STATISTICS)
+    return is_left_alone(t) and not has_statistics(module)
 
 
 class _Buffers:
@@ -99,30 +124,37 @@ class _Buffers:
 
     def begin(self) -> None:
         self.versions = _C.write_counts(self.tensors)
-        self.copies = _C.ByteCopies(self.tensors, BYTES)
+        self.copies = _C.ByteCopies(self.tensors, STATISTICS)
         self.left: Sequence[int] = range(len(self.tensors))
 
     def any_large(self) -> bool:
-        return any(map(BYTES.__lt__, map(_bytes, self.tensors)))
+        return not _C.all_small(self.tensors, STATISTICS)
 
-    def settle(self) -> list[TrackedTensor]:
-        written = {*self.copies.differing()}
-        now = _C.write_counts(self.tensors)
-        if now != self.versions:
-            written.update(itertools.compress(self.left, map(operator.ne, now, self.versions)))
+    def written(self) -> list[TrackedTensor]:
+        written = self._changed()
         if written:
             self.left = [i for i in self.left if i not in written]
         return [self._tracked(i).is_written() for i in sorted(written)]
 
     def others(self) -> list[TrackedTensor]:
-        now = _C.write_counts(self.tensors)
-        return [
-            tracked
+        changed = self._changed()
+        tracked = [
+            self._tracked(i)
             for i in self.left
-            if now[i] != self.versions[i] or self.modules[i]._buffers.get(self.names[i]) is not self.tensors[i]
-            if (tracked := self._tracked(i)).changed() or tracked.replaced()
+            if i in changed or self.modules[i]._buffers.get(self.names[i]) is not self.tensors[i]
         ]
+        return [w for w in tracked if w.changed() or w.replaced()]
+
+    def _changed(self) -> set[int]:
+        """Those left that have other values since `begin`, or, where there is no copy, another version."""
+        changed, now = {*self.copies.differing()}, _C.write_counts(self.tensors)
+        if now != self.versions:
+            changed.update(itertools.compress(range(len(now)), map(operator.ne, now, self.versions)))
+        return changed.intersection(self.left) if changed else changed
 
     def _tracked(self, i: int) -> TrackedTensor:
-        place = (self.modules[i], "_buffers", self.names[i])
-        return TrackedTensor(self.tensors[i], False, place, self.versions[i], self.copies.of(i))
+        place, t, found = (self.modules[i], "_buffers", self.names[i]), self.tensors[i], self.copies.of(i)
+        if found is not None and type(t) is not Tensor:
+            with unseen_by_modes():
+                found = found.as_subclass(type(t))
+        return TrackedTensor(t, False, place, self.versions[i], found)

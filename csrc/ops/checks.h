@@ -18,9 +18,12 @@ inline bool given(const OptionalTensor& t) {
   return t.has_value() && t->defined();
 }
 
-// Raises unless t is strided and its storage is allocated as far as its sizes and strides reach. A
-// raw pointer says nothing about that, nor do most of PyTorch's operators: a storage can be resized
-// behind the back of whoever saved the tensor. The checks below include this one.
+// Whether a strided tensor's storage is allocated as far as its sizes and strides reach. A raw
+// pointer says nothing about that, nor do most of PyTorch's operators: a storage can be resized
+// behind the back of whoever saved the tensor.
+bool has_memory(const at::Tensor& t);
+
+// Raises unless t is strided and has memory. The checks below include this one.
 void check_memory(const char* op, const std::string& name, const at::Tensor& t);
 
 inline void check_memory(const char* op, const std::string& name, const OptionalTensor& t) {

@@ -878,10 +878,10 @@ MUTANTS = (
         test="tests/recompute/test_statistics.py::test_updated_once[batch1d-train]",
     ),
     Mutant(
-        "a large buffer left alone in evaluation, not looked at in training",
+        "large statistics left alone in evaluation, not looked at in training",
         file="ckptfused/recompute/tracked_tensors.py",
-        text="return None if self.place is None else self.place[0].training",
-        defect="return None if self.place is None else not self.place[0].training",
+        text='return "running_mean" in module._buffers',
+        defect="return False",
         test="tests/recompute/test_statistics.py::test_training_after_evaluation[100000]",
     ),
     Mutant(

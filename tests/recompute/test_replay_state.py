@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import threading
 import tracemalloc
 import weakref
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, spectral_norm
 from torch.utils import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from ckptfused.checkpoint import checkpoint
 from ckptfused.recompute import tracked_tensors
@@ -438,6 +440,17 @@ def _to_other_memory(module: nn.Module) -> None:
     module.narrow.data = torch.full([2 * module.calls], 3.0)
 
 
+def _to_another_order(module: nn.Module) -> None:
+    module.wide.data = module.wide.data.t()
+
+
+def _to_another_type(module: nn.Module) -> None:
+    module.narrow.data = module.narrow.data.view(torch.int32).view(torch.float32 if module.calls > 3 else torch.int32)
+
+
+WRITES = [_as_it_was, _through_numpy, _to_not_a_number, _to_other_memory, _to_another_order, _to_another_type]
+
+
 class SmallBuffers(nn.Module):
     """Buffers, one of them transposed, that some calls write without a word to their version counters."""
 
@@ -446,20 +459,20 @@ class SmallBuffers(nn.Module):
         self.linear = nn.Linear(4, 4)
         self.write = [write]
         self.calls = 0
-        self.register_buffer("wide", torch.zeros(8, 4).t())
+        self.register_buffer("wide", (torch.arange(32.0).view(8, 4) / 32).t())
         self.register_buffer("narrow", torch.zeros(2))
         self.register_buffer("flags", torch.ones(3, dtype=torch.bool))
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
-        y = (self.linear(x) + self.narrow.sum() + self.wide.sum()).sin().exp()
+        y = (self.linear(x) + self.narrow.sum() + self.wide[0].sum()).sin().exp()
         if self.calls % 3 == 2:
             self.write[0](self)
         return y * self.narrow.sum().cos() * self.flags[0]
 
 
 @pytest.mark.parametrize("backwards", [1, 2])
-@pytest.mark.parametrize("write", [_as_it_was, _through_numpy, _to_not_a_number, _to_other_memory])
+@pytest.mark.parametrize("write", WRITES)
 def test_small_buffers_that_are_written_behind_their_counters(
     write: Callable[[nn.Module], None], backwards: int
 ) -> None:
@@ -475,6 +488,99 @@ def test_small_buffers_that_are_written_behind_their_counters(
             results.append(x.grad.nan_to_num(7.0))
         found.append([*results, module.wide.nan_to_num(7.0), module.narrow, module.calls])
     assert same(*found)
+
+
+class Tagged(Tensor):
+    """A class of tensors with a method."""
+
+    def doubled(self) -> Tensor:
+        return self.as_subclass(Tensor) * 2
+
+
+class Running(nn.Module):
+    """A mean of its inputs, in a buffer that it is given, replaces or writes."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.linear, self.how = nn.Linear(4, 4), how
+        start = None if how == "none" else torch.zeros(4)
+        self.register_buffer("mean", start.as_subclass(Tagged) if how == "tagged" else start)
+        if how == "quantized":
+            self.register_buffer("codes", torch.quantize_per_tensor(torch.zeros(4), 0.1, 0, torch.quint8))
+        if how == "sparse":
+            self.register_buffer("unread", torch.eye(4).to_sparse())
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = torch.zeros(4) if self.mean is None else self.mean
+        read = found.doubled() if isinstance(found, Tagged) else found * 2
+        y = self.linear(x - read).sin().exp()
+        if self.how == "quantized":
+            y = y * (1 + self.codes.dequantize())
+        with torch.no_grad():
+            made = 0.9 * found + 0.1 * x.detach().mean(0)
+            if self.how in ("none", "replaced", "forces"):
+                self.mean = made
+            else:
+                found.copy_(made)
+            if self.how == "quantized":
+                self.codes.copy_(made)
+        if self.how == "forces":
+            start = x.detach().requires_grad_()
+            energy = (self.linear(start - self.mean).sin() ** 2).sum()
+            y = y * torch.autograd.grad(energy, start, create_graph=True)[0]
+        return y
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+@pytest.mark.parametrize("how", ["none", "replaced", "written", "tagged", "quantized", "sparse", "forces"])
+def test_a_mean_of_inputs_is_updated_once(how: str) -> None:
+    """A buffer that is None at first; of a subclass; quantized; beside a sparse one; with a backward in the forward."""
+    found = []
+    for call in (plain, checkpoint):
+        torch.manual_seed(1)
+        module, results = Running(how), []
+        for _ in range(3):
+            x = torch.randn(3, 4).requires_grad_()
+            call(module, x).sum().backward()
+            results.append(x.grad)
+        found.append([*results, module.linear.weight.grad, module.mean.as_subclass(Tensor)])
+    assert same(*found)
+
+
+def test_selective_checkpointing_sees_no_copies_of_buffers() -> None:
+    policy = lambda ctx, op, *args, **kwargs: CheckpointPolicy.PREFER_RECOMPUTE  # noqa: E731
+    module, x = Running("replaced"), torch.randn(3, 4).requires_grad_()
+    other = copy.deepcopy(module)
+    contexts = partial(create_selective_checkpoint_contexts, policy)
+    checkpoint(module, x, context_fn=contexts).sum().backward()
+    found, x.grad = x.grad, None
+    plain(other, x).sum().backward()
+    assert same([found, module.mean], [x.grad, other.mean])
+
+
+@pytest.mark.parametrize("features", [4, 3000])
+def test_statistics_that_a_kernel_writes_between_forward_and_backward_raise(features: int) -> None:
+    """Behind the version counter."""
+    norm, x = nn.BatchNorm1d(features).eval(), torch.randn(3, features).requires_grad_()
+    for write in (True, False):
+        y = checkpoint(nn.Sequential(norm, nn.Tanh()), x)
+        with torch.no_grad():
+            if write:
+                norm.train()(x + 1)
+            norm.eval()
+            norm.running_mean.copy_(norm.running_mean.clone())  # as DDP's broadcast does
+        with pytest.raises(RuntimeError, match="running_mean") if write else nullcontext():
+            y.sum().backward()
+
+
+def test_a_buffer_whose_storage_is_gone_is_not_read() -> None:
+    flat = torch.ones(64)
+    module, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(3, 4).requires_grad_()
+    module.register_buffer("empty", flat[8:12])
+    for size in (16, 0):
+        flat.untyped_storage().resize_(size)
+        checkpoint(module, x).sum().backward()
+    assert x.grad is not None
 
 
 def test_what_is_saved_in_the_place_of_a_replay_is_guarded() -> None:
