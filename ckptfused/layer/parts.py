@@ -129,6 +129,16 @@ class Inputs(NamedTuple):
     vectors: Mapping[str, Tensor] = NO_VECTORS
     """Vectors of modulated halves, [B, C], and an activation's coefficients, by their slots: `"attn.pre_w"`, …"""
 
+    def savable(self) -> Inputs:
+        """The same with copies of what was made in inference mode (a mask that a model keeps, say), which cannot be
+        saved for backward."""
+        copied = self._replace(masks=Mask(*map(_savable, self.masks)))
+        return Inputs(*map(_savable, copied))
+
+
+def _savable(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) and value.is_inference() else value
+
 
 class Reason(NamedTuple):
     """Why a call is not fused. `original`: the layer's own forward runs, uncheckpointed, as without ckptfused."""

@@ -21,6 +21,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from ckptfused.compat.torch_compile import constant_result
@@ -164,8 +165,8 @@ def is_patched(module: nn.Module) -> bool:
     that does what it does says so (`as_its_class`): ours on PEFT's wrappers of experts.
     """
     own = vars(module).get("forward")
-    if own is None or getattr(own, "as_its_class", False) is True:
-        return False
+    if own is None or getattr(own, "as_its_class", False) is True or isinstance(module, torch.jit.ScriptModule):
+        return False  # a scripted module has its forward of no class
     return getattr(own, "__func__", None) is not type(module).forward
 
 

@@ -220,10 +220,10 @@ def fused_call(layer: Any, parts: Parts, inputs: Inputs, mode: Mode, sharded: bo
         return why
     if type(x) is not Tensor and is_traceable_wrapper_subclass(x):
         return Reason(f"an input of type {type(x).__name__}")
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling() and x.is_inference():
-        inputs = inputs._replace(x=x.clone())  # what was made in inference mode cannot be saved for backward
     if parts.attn is not None and masks.mask is not None and not (inputs.windowed and parts.attn.window):
         inputs = inputs._replace(masks=by_place(masks, x.size(0 if inputs.seq_first else 1), layer))
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        inputs = inputs.savable()
     return build_call(parts, inputs, mode, sharded)
 
 

@@ -148,12 +148,19 @@ def _wrapped(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _is_large(module: nn.Module) -> bool:
-    """Worth a checkpoint: it is called (lists of modules are not), has parts, and parameters. Compiled by
-    `torch.jit`, it stays as it is."""
-    if isinstance(module, torch.jit.ScriptModule) or type(module).forward is nn.Module.forward:
+    """Worth a checkpoint: it is called (lists of modules are not), has parts, and parameters. What has modules that
+    `torch.jit` compiled stays as it is: no checkpoint can replay them."""
+    if (
+        any(isinstance(m, torch.jit.ScriptModule) for m in module.modules())
+        or type(module).forward is nn.Module.forward
+    ):
         return False
     has_parts = next(module.children(), None) is not None
     return (has_parts and next(module.parameters(), None) is not None) or _is_written_out(module)
+
+
+def _has_scripted(module: nn.Module) -> bool:
+    return any(isinstance(m, torch.jit.ScriptModule) for m in module.modules())
 
 
 def _is_written_out(module: nn.Module) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -83,6 +84,29 @@ class SlotValues:
     def held(self) -> dict[str, Any]:
         """The values by name, of those that are set."""
         return {name: getattr(self._value, name) for name in self._names if hasattr(self._value, name)}
+
+    def __eq__(self, was: object) -> bool:
+        return was == self.held()
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class TensorAttributes:
+    """The attributes of tensors that have such names, as the right side of a comparison."""
+
+    __slots__ = ("_held", "_names")
+
+    def __init__(self, tensors: Iterable[Tensor], names: frozenset[str]) -> None:
+        self._held, self._names = [vars(t) for t in tensors], names
+
+    def held(self) -> list[dict[str, Any]]:
+        """The attributes of each by name."""
+        return [{k: v for k, v in held.items() if k in self._names} if held else {} for held in self._held]
+
+    def why(self) -> str:
+        """Why code with these names may do something else with the tensors than with copies; "" where none has any."""
+        found = next((name for held in self.held() for name in held), "")
+        return f"a tensor that it holds has an attribute {found!r}, which its code may read" if found else ""
 
     def __eq__(self, was: object) -> bool:
         return was == self.held()

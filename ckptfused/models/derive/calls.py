@@ -192,6 +192,8 @@ def ready(
     parts: list[Any] = []
     for leaf in leaves:
         if isinstance(leaf, Tensor):
+            if vars(leaf) and not one.state.names.isdisjoint(vars(leaf)):
+                return Reason("an argument with attributes that its code may read")
             trained = modes.grad and leaf is not x and leaf.requires_grad
             parts.append((type(leaf), leaf.dtype, (leaf.device.type, trained), leaf.shape))
         elif type(leaf) in _PLAIN:

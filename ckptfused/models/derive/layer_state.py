@@ -25,6 +25,7 @@ from ckptfused.models.derive.namespaces import (
     BUILTINS,
     SPECIAL,
     Same,
+    hashable,
     is_flat,
     is_followed,
     is_steady,
@@ -42,6 +43,7 @@ from ckptfused.state.compared import (
     Cell,
     ClassAttributes,
     SlotValues,
+    TensorAttributes,
     copy_to_compare,
     is_same,
     to_compare,
@@ -95,6 +97,9 @@ class LayerState:
         self._patched = any("forward" in vars(module) for module in self._modules)
         self.names = frozenset(name for function in self._functions for name in attributes_of(function.__code__))
         """Names of attributes in the code."""
+        tagged = TensorAttributes((*layer.parameters(), *layer.buffers()), self.names)
+        self._lists.append((tagged, tagged.held()))
+        self.why = self.why or tagged.why()
         del self._seen, self._layer, self._functions, self._found, self._globals, self._objects, self._looked
 
     def holds(self) -> bool:
@@ -153,7 +158,7 @@ class LayerState:
         if isinstance(value, dict):
             held = dict(dict.items(value))  # what it holds, not what a subclass makes of that (transformers' ACT2FN)
             self._dicts.append((value, copy_to_compare(held)))
-            return kind, tuple((_hashable(k), self._value(v)) for k, v in held.items())
+            return kind, tuple((hashable(k), self._value(v)) for k, v in held.items())
         if kind in (list, tuple, deque):
             if kind is not tuple:
                 self._lists.append((value, kind(map(to_compare, value))))
@@ -293,7 +298,3 @@ class LayerState:
             for value in [*self._objects.values()]:
                 for function in self._attributes(value, names):
                     self._follow(function)
-
-
-def _hashable(key: Any) -> Hashable:
-    return (type(key), key) if isinstance(key, Hashable) else Same(key)

@@ -6,7 +6,7 @@ import sys
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, MutableSequence
 from contextvars import ContextVar
 from threading import local
 from typing import Any
@@ -138,3 +138,8 @@ def is_flat(value: Any, depth: int = 0) -> bool:
     if type(value) not in BUILTINS:
         return not opened(value) and not slotted(value) and not isinstance(value, nn.Module)
     return depth < _DEEP and len(value) < _WIDE and all(is_flat(v, depth + 1) for v in value)
+
+
+def hashable(key: Any) -> Hashable:
+    """A dict's key with its type, for another dict's key."""
+    return (type(key), key) if isinstance(key, Hashable) else Same(key)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import random
 import threading
+import types
+from collections import deque
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ckptfused.compat.pytree import tree_flatten, tree_unflatten
+from ckptfused.models.derive.namespaces import slotted
 from ckptfused.models.derive.recording.draws import DRAWS
 from ckptfused.models.derive.recording.evaluate import NOTHING, Rest, calls_behind
 from ckptfused.models.derive.recording.in_place import writes
@@ -227,17 +230,42 @@ def tensors_held(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _state(layer: nn.Module) -> Any:
-    """What a forward could change: attributes of modules by value, tensors by identity and version."""
+    """What a forward could change: attributes of modules and of what they hold, and tensors by identity and version."""
+    seen: set[int] = set()
     return [
-        (key, (id(v), v._version) if isinstance(v, Tensor) else v if isinstance(v, _PLAIN) else _size(v))
+        (key, _held(v, seen))
         for module in layer.modules()
+        if not _is_ours(module)
         for key, v in (*vars(module).items(), *module._buffers.items(), *module._parameters.items())
-        if not key.startswith("_") or key in ("_buffers", "_parameters")
+        if key not in _BOOKS
     ]
 
 
 _PLAIN: Any = (int, float, str, bool, type(None))
+_BOOKS = vars(nn.Module()).keys() - {"training"}
+"""What modules keep of themselves; their buffers and parameters are looked at by themselves."""
 
 
-def _size(value: Any) -> Any:
-    return (id(value), len(value)) if isinstance(value, list | dict | set) else id(value)
+def _is_ours(value: Any) -> bool:
+    return type(value).__module__.startswith("ckptfused.")
+
+
+def _held(value: Any, seen: set[int]) -> Any:
+    """A value to compare: plain ones as they are, others by identity, each with what it holds, once."""
+    if isinstance(value, _PLAIN):
+        return value
+    apart = isinstance(value, nn.Module | type | types.ModuleType | types.FunctionType) or _is_ours(value)
+    if apart or id(value) in seen:
+        return id(value)
+    seen.add(id(value))
+    named: dict[Any, Any] = {}
+    inner: Any = ()
+    if isinstance(value, Tensor):
+        inner, named = (value._version,), vars(value)
+    elif isinstance(value, dict):
+        named = dict(dict.items(value))
+    elif isinstance(value, list | tuple | set | frozenset | deque):
+        inner = value
+    elif not isinstance(value, torch.Generator):
+        named = {**getattr(value, "__dict__", {}), **{name: getattr(value, name, None) for name in slotted(value)}}
+    return id(value), [_held(one, seen) for one in (*inner, *named, *named.values())]
