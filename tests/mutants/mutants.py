@@ -871,6 +871,27 @@ MUTANTS = (
         test="tests/models/derive/test_second_halves.py::test_attention_whose_mask_or_table_is_trained_runs_as_it_is[mask]",
     ),
     Mutant(
+        "what a forward notes in containers of its layer, looked at by identity alone",
+        file="ckptfused/models/derive/recording/record.py",
+        text="return id(value), [_held(one, seen) for one in (*inner, *named, *named.values())]",
+        defect="return id(value)",
+        test="tests/models/derive/test_own_state.py::test_what_a_forward_notes_is_noted[in_a_dict]",
+    ),
+    Mutant(
+        "numbers that code may read of a weight, not looked at",
+        file="ckptfused/models/derive/layer_state.py",
+        text="self.why = self.why or tagged.why()",
+        defect="pass",
+        test="tests/models/derive/test_own_state.py::test_a_number_that_a_weight_has_is_read[before]",
+    ),
+    Mutant(
+        "attributes of arguments that code may read, not looked at",
+        file="ckptfused/models/derive/calls.py",
+        text="if vars(leaf) and not one.state.names.isdisjoint(vars(leaf)):",
+        defect="if False:",
+        test="tests/models/derive/test_own_state.py::test_an_attribute_of_an_argument_is_read[False]",
+    ),
+    Mutant(
         "small buffers by their version counters alone",
         file="ckptfused/recompute/uncopied_tensors.py",
         text="written = {*self.copies.differing()}",
