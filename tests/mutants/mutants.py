@@ -894,8 +894,8 @@ MUTANTS = (
     Mutant(
         "small buffers by their version counters alone",
         file="ckptfused/recompute/uncopied_tensors.py",
-        text="written = {*self.copies.differing()}",
-        defect="written: set[int] = set()",
+        text="changed, now = {*self.copies.differing()},",
+        defect="changed, now = set(),",
         test="tests/recompute/test_statistics.py::test_updated_once[batch1d-train]",
     ),
     Mutant(
