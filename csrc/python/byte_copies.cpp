@@ -47,7 +47,6 @@ bool all_small(const pybind11::list& tensors, size_t limit) {
 class ByteCopies {
  public:
   ByteCopies(const std::vector<at::Tensor>& tensors, size_t limit) {
-    size_t end = 0;
     copies_.reserve(tensors.size());
     for (const at::Tensor& t : tensors) {
       if (!has_plain_bytes(t) || t.nbytes() > limit) {
@@ -55,8 +54,16 @@ class ByteCopies {
         continue;
       }
       copies_.push_back(Copy{t, c10::DimVector(t.sizes()), c10::DimVector(t.strides()),
-                             t.scalar_type(), end, t.nbytes()});
-      end += (t.nbytes() + kAlignment - 1) / kAlignment * kAlignment;
+                             t.scalar_type(), 0, t.nbytes()});
+    }
+    // The widest types first: each copy begins at a multiple of its own, without a gap.
+    size_t end = 0;
+    for (size_t width = kWidest; width > 0; width /= 2) {
+      for (auto& copy : copies_) {
+        if (!copy || copy->of.element_size() != int64_t(width)) continue;
+        copy->place = end;
+        end += copy->size;
+      }
     }
     bytes_ = at::detail::empty_cpu({static_cast<int64_t>(end)}, at::kByte);
     for (const auto& copy : copies_) {
@@ -91,7 +98,7 @@ class ByteCopies {
     at::ScalarType type;
     size_t place, size;
   };
-  static constexpr size_t kAlignment = 64;
+  static constexpr size_t kWidest = sizeof(c10::complex<double>);
   bool is_same(const Copy& copy) const {
     const at::Tensor& t = copy.of;
     return t.sizes() == copy.sizes && t.strides() == copy.strides && t.scalar_type() == copy.type &&

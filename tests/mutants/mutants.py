@@ -1863,8 +1863,8 @@ MUTANTS = (
     Mutant(
         "memory that is there in part taken for whole",
         file="csrc/ops/checks.cpp",
-        text="there >= needed",
-        defect="there > 0",
+        text="memory_of(t) >= needed_by(t)",
+        defect="memory_of(t) > 0",
         test="tests/autograd/test_absent_memory.py::test_backward_refuses_it[pre-x-short-cpu]",
     ),
     Mutant(
