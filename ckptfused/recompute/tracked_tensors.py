@@ -119,11 +119,12 @@ def shown_and_swapped(
     swapped: list[TrackedTensor] = []
     placed: list[list[TrackedTensor]] = []
     for group in written.values():
-        if (len(group) > 1 and len({id(w.tensor) for w in group}) > 1) or any(w.place is None for w in group):
+        if len({id(w.tensor) for w in group}) > 1 or any(w.place is None for w in group):
             swapped += {id(w.tensor): w for w in group}.values()
         else:
             placed.append(group)
-    for group, one in zip(placed, _clones([group[0].found for group in placed]), strict=True):
+    copies = _clones(group[0].found for group in placed)  # type: ignore[misc]
+    for group, one in zip(placed, copies, strict=True):
         for w in group:
             module, place, name = w.place  # type: ignore[misc]
             shown[module, place][name] = one
@@ -237,10 +238,10 @@ def _clone(t: Tensor) -> Tensor | None:
         return None
 
 
-def _clones(tensors: Iterable[Tensor | None]) -> list[Tensor]:
+def _clones(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Copies without a graph."""
     with torch.no_grad(), unseen_by_modes():
-        return [t.detach().clone() for t in tensors if t is not None]
+        return [t.detach().clone() for t in tensors]
 
 
 def _fill(t: Tensor, values: Tensor | None) -> None:

@@ -1,4 +1,4 @@
-"""The parameters of many modules, and their buffers that no forward writes, looked at together."""
+"""The parameters of many modules, their small buffers and those that no forward writes, looked at together."""
 
 from __future__ import annotations
 
@@ -86,9 +86,9 @@ class UncopiedTensors:
     def others(self) -> list[TrackedTensor]:
         """The tensors that were changed since, or replaced."""
         buffers = [] if self._buffers is None else self._buffers.others()
-        present = itertools.chain.from_iterable([m._parameters.values() for m in self._modules])
         if self._versions is None:
             return buffers
+        present = itertools.chain.from_iterable([m._parameters.values() for m in self._modules])
         same = all(map(operator.is_, itertools.chain(present, (self,)), [*self._tensors, self]))
         if same and _C.write_counts(self._tensors) == self._versions:
             return buffers
@@ -146,7 +146,7 @@ class _Buffers:
         return [w for w in tracked if w.changed() or w.replaced()]
 
     def _changed(self) -> set[int]:
-        """Those left that have other values since `begin`, or, where there is no copy, another version."""
+        """Numbers of the buffers left that have other values than at `begin`, or another version where no copy is."""
         changed, now = {*self.copies.differing()}, _C.write_counts(self.tensors)
         if now != self.versions:
             changed.update(itertools.compress(range(len(now)), map(operator.ne, now, self.versions)))

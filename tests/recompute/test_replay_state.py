@@ -407,20 +407,26 @@ class Late(nn.Module):
         return (self.linear(x) + self.table[:4].clone()).exp().sin()
 
 
+def seven_calls(call: Callable[..., Any], module: nn.Module, backwards: int) -> list[Any]:
+    """The gradients of the input of each call, of which the graph goes through so many backwards."""
+    gradients = []
+    for _ in range(7):
+        x = torch.randn(3, 4).requires_grad_()
+        loss = call(module, x).sum()
+        for i in range(backwards):
+            loss.backward(retain_graph=i + 1 < backwards)
+        gradients.append(x.grad)
+    return gradients
+
+
 @pytest.mark.parametrize("backwards", [1, 2])
 @pytest.mark.parametrize("size", [1 << 17, 1 << 19, (1 << 24) + 4], ids=["512KiB", "2MiB", "64MiB"])
 def test_a_large_buffer_that_some_calls_write(size: int, backwards: int) -> None:
     found = []
     for call in (plain, checkpoint):
         torch.manual_seed(1)
-        late, results = Late(size), []
-        for _ in range(7):
-            x = torch.randn(3, 4).requires_grad_()
-            loss = call(late, x).sum()
-            for i in range(backwards):
-                loss.backward(retain_graph=i + 1 < backwards)
-            results.append(x.grad)
-        found.append([*results, late.linear.weight.grad, late.table[:8], late.calls])
+        late = Late(size)
+        found.append([*seven_calls(call, late, backwards), late.linear.weight.grad, late.table[:8], late.calls])
     assert same(*found)
 
 
@@ -479,13 +485,8 @@ def test_small_buffers_that_are_written_behind_their_counters(
     found = []
     for call in (plain, checkpoint):
         torch.manual_seed(1)
-        module, results = SmallBuffers(write), []
-        for _ in range(7):
-            x = torch.randn(3, 4).requires_grad_()
-            loss = call(module, x).sum()
-            for i in range(backwards):
-                loss.backward(retain_graph=i + 1 < backwards)
-            results.append(x.grad.nan_to_num(7.0))
+        module = SmallBuffers(write)
+        results = [gradient.nan_to_num(7.0) for gradient in seven_calls(call, module, backwards)]
         found.append([*results, module.wide.nan_to_num(7.0), module.narrow, module.calls])
     assert same(*found)
 
