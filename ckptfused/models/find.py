@@ -150,10 +150,7 @@ def _wrapped(module: nn.Module) -> Iterator[nn.Module]:
 def _is_large(module: nn.Module) -> bool:
     """Worth a checkpoint: it is called (lists of modules are not), has parts, and parameters. What has modules that
     `torch.jit` compiled stays as it is: no checkpoint can replay them."""
-    if (
-        any(isinstance(m, torch.jit.ScriptModule) for m in module.modules())
-        or type(module).forward is nn.Module.forward
-    ):
+    if type(module).forward is nn.Module.forward or _has_scripted(module):
         return False
     has_parts = next(module.children(), None) is not None
     return (has_parts and next(module.parameters(), None) is not None) or _is_written_out(module)
