@@ -149,8 +149,8 @@ def _wrapped(module: nn.Module) -> Iterator[nn.Module]:
 
 def _is_large(module: nn.Module) -> bool:
     """Worth a checkpoint: it is called (lists of modules are not), has parts, and parameters. What has modules that
-    `torch.jit` compiled stays as it is: no checkpoint can replay them."""
-    if type(module).forward is nn.Module.forward or _has_scripted(module):
+    `torch.jit` compiled stays as it is: no checkpoint can replay them. Their classes have no forward to look at."""
+    if _has_scripted(module) or type(module).forward is nn.Module.forward:
         return False
     has_parts = next(module.children(), None) is not None
     return (has_parts and next(module.parameters(), None) is not None) or _is_written_out(module)
