@@ -10,6 +10,7 @@ from torch import Tensor
 from ckptfused.checks import computing_in
 from ckptfused.eager.activation import activation
 from ckptfused.eager.dequantize import dequantize
+from ckptfused.eager.dropout import dropout
 from ckptfused.spec import QUANT_SLOTS
 from ckptfused.spec.experts import CLAMPED, ExpertsSpec
 
@@ -25,12 +26,14 @@ def eager_experts(
     adapters: Sequence[Tensor | None],
     stored: Sequence[Tensor | None],
     spec: ExpertsSpec,
+    keep: Sequence[Tensor | None] = (None, None),
 ) -> Tensor:
     """What the op `experts` computes, whatever autocast is on, differentiable any number of times.
 
     **Shapes** as the op's: x [N, C], ids and weights [N, k], up [E, 2I, C], down [E, C, I], biases [E, 2I] and [E, C],
     adapters none or up_a, up_b, down_a and down_b, [E, r, in] and [E, out, r]; stored none or, of up and of down, what
-    is beside codes [E, bytes].
+    is beside codes [E, bytes]; keep the masks of the adapters' dropout, bool [N·k, C] and [N·k, I], whose rows are the
+    choices sorted by expert.
     """
     product = x.dtype if spec.compute is None else getattr(torch, spec.compute)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -40,8 +43,10 @@ def eager_experts(
     up_a, up_b, down_a, down_b = adapters or (None,) * 4
     with computing_in(x):
         y = torch.zeros(x.shape, dtype=wide, device=x.device)
+        end = 0
         for expert in range(up.size(0)):
             token, choice = torch.where(ids == expert)
+            rows = slice(end, end := end + token.numel())
             if expert > 0 and token.numel() == 0:  # the first gives a result without tokens its graph
                 continue
             score = weights[token, choice, None].to(wide)
@@ -49,11 +54,13 @@ def eager_experts(
             if up_bias is not None:
                 hidden = hidden + up_bias[expert].to(product)
             if up_a is not None and up_b is not None:
-                hidden = hidden + _adapted(x[token].to(product), up_a[expert], up_b[expert], spec.up_scale)
+                kept = _dropped(x[token].to(product), keep[0], rows, spec.up_p)
+                hidden = hidden + _adapted(kept, up_a[expert], up_b[expert], spec.up_scale)
             h = (experts_activation(hidden, spec).to(wide) * score).to(product)
             out = _linear(h, down[expert].to(product), spec).to(wide)
             if down_a is not None and down_b is not None:
-                out = out + _adapted(h, down_a[expert], down_b[expert], spec.down_scale)
+                kept = _dropped(h, keep[1], rows, spec.down_p)
+                out = out + _adapted(kept, down_a[expert], down_b[expert], spec.down_scale)
             if down_bias is not None:
                 out = out + score * down_bias[expert].to(wide)
             y = y.index_add(0, token, out)
@@ -74,6 +81,10 @@ def _numbers(
 
 def _linear(x: Tensor, weight: Tensor, spec: ExpertsSpec) -> Tensor:
     return x @ (weight if spec.transposed else weight.t())
+
+
+def _dropped(x: Tensor, keep: Tensor | None, rows: slice, p: float) -> Tensor:
+    return dropout(x, None if keep is None else keep[rows], p)
 
 
 def _adapted(x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:

@@ -12,7 +12,7 @@ from ckptfused import _extension  # noqa: F401  (registers the ops)
 from ckptfused.checks import computing_in
 from ckptfused.eager.block import eager_block, mask_shapes
 from ckptfused.eager.dequantize import with_plain_weights
-from ckptfused.eager.philox import DECISIONS, keep_threshold
+from ckptfused.eager.dropout import random_mask
 from ckptfused.spec import AUX_NAMES, param_names, parse
 
 
@@ -45,11 +45,8 @@ def masks_of_op(x: Tensor, aux: Sequence[Tensor | None], text: str, state: Tenso
 def torch_masks(
     x: Tensor, aux: Sequence[Tensor | None], text: str, generator: torch.Generator | None
 ) -> dict[int, Tensor]:
-    """Keep masks by site that PyTorch's own generator draws: under `torch.vmap` by its `randomness`."""
-    return {
-        site: torch.rand(shape, device=x.device, generator=generator) >= keep_threshold(p) / DECISIONS
-        for site, (p, shape) in _mask_shapes(x, aux, text).items()
-    }
+    """Keep masks by site that PyTorch's own generator draws."""
+    return {site: random_mask(shape, p, x.device, generator) for site, (p, shape) in _mask_shapes(x, aux, text).items()}
 
 
 def _mask_shapes(x: Tensor, aux: Sequence[Tensor | None], text: str) -> dict[int, tuple[float, tuple[int, ...]]]:

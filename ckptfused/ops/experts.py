@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from ckptfused import _extension  # noqa: F401  (registers the ops)
+from ckptfused import _extension, rng  # noqa: F401  (registers the ops)
 from ckptfused.checks import check_plain, compute_word, transformed
+from ckptfused.compat.torch_compile import constant_result
 from ckptfused.compat.torch_dispatch import below_autograd
+from ckptfused.eager.dropout import random_mask
 from ckptfused.eager.experts import eager_experts
+from ckptfused.ops import enclosing_checkpoint
 from ckptfused.ops.fake import or_counted
 from ckptfused.ops.second_order import asks_for_a_graph, plain_gradients, register_derivative
 from ckptfused.spec.experts import ExpertsSpec, parse_experts
@@ -30,6 +33,7 @@ def experts(
     stored: Sequence[Tensor | None] = (),
     *,
     spec: ExpertsSpec | str,
+    generator: torch.Generator | None = None,
 ) -> Tensor:
     """The output of a mixture of experts, y[n] = Σ_j weights[n, j] · expert[ids[n, j]](x[n]), whose backward is
     routing-exact: it reads the ids of its forward. spec: what they compute, or its text form.
@@ -43,7 +47,9 @@ def experts(
     memory; a sum's order depends on the ids alone, so the bits of a run are those of the next.
 
     LoRA adds x·Aᵀ·Bᵀ by `spec.up_scale` to the first product of each expert's rows, by `spec.down_scale` to the last:
-    no weight is merged, and none has a gradient for an adapter's sake. In half precision x·Aᵀ is rounded.
+    no weight is merged, and none has a gradient for an adapter's sake. In half precision x·Aᵀ is rounded. Dropout on
+    what adapters are given (`spec.up_p`, `spec.down_p`) decides for each choice of each token by itself; its state is
+    one draw of `generator` (None: PyTorch's default), which is saved, and its masks are made again in backward.
 
     On a GPU experts in bfloat16 go through PyTorch's grouped products, of up to 8,192 rows at once: all sizes (ranks of
     adapters, too) a multiple of 8, four experts or more, biases frozen. There what an adapter adds is rounded before.
@@ -57,8 +63,8 @@ def experts(
     may be None. Of weights in 4 bits codes uint8 [E, bytes], and `stored`: scale, offset, nested_scale and table of up,
     and then of down, None where there is none (`spec.Quantized`). Result as x. float64, float32, bfloat16, float16;
     products in autocast's type.
-    **Saves** x, the weights, and ids in one byte each (two for more than 256 experts).
-    **Recomputes** the product that makes gate and up, and x·Aᵀ of adapters.
+    **Saves** x, the weights, ids in one byte each (two for more than 256 experts), and of dropout 16 bytes.
+    **Recomputes** the product that makes gate and up, and x·Aᵀ of adapters, with the same masks.
     **Raises** `IndexError` for an id that is no expert; `RuntimeError` for other shapes, and where one of its inputs
     was changed in place before backward.
     **Source** `transformers.integrations.moe.grouped_mm_experts_forward`.
@@ -68,8 +74,31 @@ def experts(
     text = spec if isinstance(spec, str) else spec.to_string()
     if transformed():
         parsed = parse_experts(text + compute_word(x, residual=False))
-        return eager_experts(x, ids, weights, up, up_bias, down, down_bias, adapters, stored, parsed)
-    return torch.ops.ckptfused.experts.default(x, ids, weights, up, up_bias, down, down_bias, adapters, stored, text)
+        masks = _masks(ids, adapters, parsed, lambda shape, p, _: random_mask(shape, p, x.device, generator))
+        return eager_experts(x, ids, weights, up, up_bias, down, down_bias, adapters, stored, parsed, masks)
+    state = rng.state(x, enclosing_checkpoint.source(x, generator)) if _draws(text) else None
+    op = torch.ops.ckptfused.experts.default
+    return op(x, ids, weights, up, up_bias, down, down_bias, adapters, stored, state, text)  # type: ignore[no-any-return]
+
+
+@constant_result
+def _draws(text: str) -> bool:
+    """Whether a call draws random numbers: to a compiler a constant."""
+    return parse_experts(text).has_dropout
+
+
+def _masks(
+    ids: Tensor,
+    adapters: Sequence[Tensor | None],
+    spec: ExpertsSpec,
+    mask: Callable[[tuple[int, int], float, int], Tensor],
+) -> list[Tensor | None]:
+    """The masks of the adapters' dropout, as plain PyTorch takes them. mask: makes one of its shape, p and site."""
+    up_a, _, down_a, _ = adapters or (None,) * 4
+    return [
+        None if a is None or p == 0 else mask((ids.numel(), a.size(-1)), p, site)
+        for site, (a, p) in enumerate(((up_a, spec.up_p), (down_a, spec.down_p)), rng.FFN_RESIDUAL + 1)
+    ]
 
 
 def _fake_forward(x: Tensor, *rest: Any) -> Tensor:
@@ -89,12 +118,13 @@ def _fake_backward(dy: Tensor, *call: Any) -> list[Tensor]:
 
 def _differentiable(op: Any, dy: Tensor, *call: Any) -> list[Tensor]:
     """The Autograd kernel: the op itself, or, where a graph of the backward is made, plain PyTorch's gradients."""
-    ids, stored, text, needs = call[1], *call[-3:]
+    ids, stored, state, text, needs = call[1], *call[-4:]
     if asks_for_a_graph(dy, *_slots(call)):
         spec = parse_experts(text)
+        masks = _masks(ids, call[7], spec, lambda shape, p, site: rng.dropout_mask(shape, p, state, site))
         plain: Any = eager_experts
         return plain_gradients(
-            lambda x, *rest: plain(x, ids, *rest[:5], rest[5:], stored, spec), dy, _slots(call), needs
+            lambda x, *rest: plain(x, ids, *rest[:5], rest[5:], stored, spec, masks), dy, _slots(call), needs
         )
     with below_autograd():
         return op(dy, *call)  # type: ignore[no-any-return]
@@ -115,7 +145,7 @@ def _entries(shape: Any) -> int:
 
 def _backward_flops(
     dy: Any, x: Any, ids: Any, weights: Any, up: Any, up_bias: Any, down: Any, down_bias: Any, adapters: Any,
-    stored: Any, text: str, needs: Any, **_: Any,
+    stored: Any, rng_state: Any, text: str, needs: Any, **_: Any,
 ) -> int:  # fmt: skip
     rows = ids[0] * ids[1]
     up_a, up_b, down_a, down_b = (shape and _entries(shape) for shape in adapters or (None,) * 4)

@@ -1,9 +1,10 @@
 """What the experts of a mixture compute beside their products, as data: `ExpertsSpec`."""
 
 # No `from __future__ import annotations`: `table.rows` reads the annotations themselves.
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Annotated
+from typing import Annotated, Any, cast
 
 from .activations import ACTIVATIONS, COEFFICIENTS, GATE
 from .checks import check_choice
@@ -31,6 +32,8 @@ class ExpertsSpec:
     offset: Annotated[float, Key("Of clamped: what is added to up.")] = 0.0
     up_scale: Annotated[float, Key("Factor of the adapter on the first product.")] = 1.0
     down_scale: Annotated[float, Key("Factor of the adapter on the last product.")] = 1.0
+    up_p: Annotated[float, Key("Dropout on what the adapter on the first product is given.", probability=True)] = 0.0
+    down_p: Annotated[float, Key("Dropout on what the adapter on the last product is given.", probability=True)] = 0.0
     quant: Annotated[tuple[Quantized, ...], Key("Stacks in 4 bits, up or down.")] = ()
     compute: Annotated[str | None, Key("Type of the matrix products; None: the type of x.", COMPUTE_TYPES)] = None
     _text: str = field(default="", init=False, repr=False, compare=False)
@@ -54,6 +57,15 @@ class ExpertsSpec:
     def gated(self) -> bool:
         """Whether there is a gate."""
         return self.act == CLAMPED or GATE[self.act] is not None
+
+    def with_adapters(self, numbers: Iterable[tuple[str, float]]) -> "ExpertsSpec":
+        """The same experts with adapters of these scales and rates of dropout, by the names of the fields."""
+        return replace(self, **cast(Any, dict(numbers)))
+
+    @property
+    def has_dropout(self) -> bool:
+        """Whether a call draws random numbers."""
+        return self.up_p > 0 or self.down_p > 0
 
 
 @lru_cache(maxsize=1024)

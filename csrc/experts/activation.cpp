@@ -63,6 +63,10 @@ ExpertsSpec parse_experts_spec(const std::string& text) {
       spec.up_scale = to_double(value);
     } else if (key == "down_scale") {
       spec.down_scale = to_double(value);
+    } else if (key == "up_p") {
+      spec.up_p = to_double(value);
+    } else if (key == "down_p") {
+      spec.down_p = to_double(value);
     } else if (key == "quant") {
       spec.quant = parse_quantized(value);
     } else if (key == "compute") {

@@ -29,14 +29,6 @@ Tensor scaled(const Tensor& t, const Tensor& scores) {
   return t.to(scores.scalar_type()).mul(scores).to(t.scalar_type());
 }
 
-// t *= factor, of which a CPU makes tensors: in double, and in t's type.
-void scale(Tensor t, double factor) {
-  if (counting() && on_cpu(t)) {
-    at::empty({int64_t(sizeof factor + t.element_size())}, t.options().dtype(at::kByte));
-  }
-  t.mul_(factor);
-}
-
 }  // namespace
 
 Tensor narrow_ids(const Tensor& ids, int64_t experts) {
@@ -123,30 +115,6 @@ Experts::Hidden Experts::hidden(const Tensor& x, const Group& group) {
   }
   add_adapter(kExpertsUpA, x, group, both);
   return split(both);
-}
-
-Tensor Experts::low_rank(int a, const Tensor& in, const Group& group) {
-  const Tensor low = empty({group.count, slot(a).size(1)}, P_);
-  multiply(a, low, in, group, /*back=*/false, /*add=*/false);
-  scale(low, a == kExpertsUpA ? spec_.up_scale : spec_.down_scale);
-  return low;
-}
-
-void Experts::add_adapter(int a, const Tensor& in, const Group& group, const Tensor& out) {
-  if (!slot(a).defined()) return;
-  multiply(a + 1, out, low_rank(a, in, group), group, /*back=*/false, /*add=*/true);
-}
-
-void Experts::adapter_backward(int a, const Tensor& in, const Tensor& dout, const Group& group,
-                               const Tensor& din) {
-  const int b = a + 1;
-  if (grads_[b].defined()) add_product(b, dout.t(), low_rank(a, in, group), group);
-  if (!slot(a).defined() || !(din.defined() || grads_[a].defined())) return;
-  const Tensor dlow = empty({group.count, slot(a).size(1)}, P_);
-  multiply(b, dlow, dout, group, /*back=*/true, /*add=*/false);
-  scale(dlow, a == kExpertsUpA ? spec_.up_scale : spec_.down_scale);
-  if (grads_[a].defined()) add_product(a, dlow.t(), in, group);
-  if (din.defined()) multiply(a, din, dlow, group, /*back=*/true, /*add=*/true);
 }
 
 // Of several groups they are summed in float32 (float64), as are biases and products of another

@@ -36,6 +36,7 @@ struct ExpertsSpec {
       transposed = false;                   // weights are [E, in, out]
   double limit = 0, alpha = 1, offset = 0;  // of "clamped"
   double up_scale = 1, down_scale = 1;      // of adapters
+  double up_p = 0, down_p = 0;              // of dropout on what adapters are given
   std::vector<QuantizedSpec> quant;         // stacks in few bits, codes [E, bytes]
   at::ScalarType compute = at::ScalarType::Undefined;  // of the products; x's if undefined
   bool gated() const;
@@ -48,6 +49,7 @@ ExpertsSpec parse_experts_spec(const std::string& text);
 struct ExpertsTensors {
   std::vector<at::Tensor> slots;  // undefined where absent
   at::Tensor ids;                 // [N, k], integers
+  at::Tensor rng;                 // int64[2], where adapters have dropout
 };
 
 // The first slot of what is beside the codes of a slot's weights: see QuantParam.
@@ -110,9 +112,15 @@ class Experts {
   at::Tensor scores(const Group& group) const;
   Hidden split(const at::Tensor& both) const;
   Hidden hidden(const at::Tensor& x, const Group& group);
-  // in A^T by an adapter's scale, [n, r]. a: kExpertsUpA or kExpertsDownA.
-  at::Tensor low_rank(int a, const at::Tensor& in, const Group& group);
-  // out += in A^T B^T by an adapter's scale, where there is one.
+  // Of an adapter, kExpertsUpA or kExpertsDownA: with which probability its dropout drops.
+  double dropout(int a) const { return a == kExpertsUpA ? spec_.up_p : spec_.down_p; }
+  // out = dropout of a group's rows, which out may be.
+  void drop(int a, const at::Tensor& out, const at::Tensor& rows, const Group& group) const;
+  // Likewise in a copy, or the rows themselves where nothing is dropped.
+  at::Tensor dropped(int a, const at::Tensor& rows, const Group& group) const;
+  // dropped A^T by an adapter's scale, [n, r].
+  at::Tensor low_rank(int a, const at::Tensor& dropped, const Group& group);
+  // out += drop(in) A^T B^T by an adapter's scale, where there is one.
   void add_adapter(int a, const at::Tensor& in, const Group& group, const at::Tensor& out);
   // Adds to din (where defined) what comes through an adapter, and to its own gradients where these
   // are asked for.

@@ -22,9 +22,11 @@ constexpr const char* kOp = "ckptfused::experts";
 ExpertsTensors tensors_of(const Tensor& x, const Tensor& ids, const Tensor& weights,
                           const Tensor& up, const OptTensor& up_bias, const Tensor& down,
                           const OptTensor& down_bias, const Adapters& adapters,
-                          const Stored& stored) {
+                          const Stored& stored, const OptTensor& rng_state) {
   ExpertsTensors made{
-      {x, weights, up, up_bias.value_or(Tensor()), down, down_bias.value_or(Tensor())}, ids};
+      {x, weights, up, up_bias.value_or(Tensor()), down, down_bias.value_or(Tensor())},
+      ids,
+      rng_state.value_or(Tensor())};
   const auto add = [&](const char* name, const c10::List<OptTensor>& given, size_t end) {
     const size_t count = end - made.slots.size();
     TORCH_CHECK(given.empty() || given.size() == count, "experts: ", name, ": expected ", count,
@@ -52,10 +54,12 @@ Stored stored_of(const variable_list& slots) {
 
 Tensor experts_fwd(const Tensor& x, const Tensor& ids, const Tensor& weights, const Tensor& up,
                    const OptTensor& up_bias, const Tensor& down, const OptTensor& down_bias,
-                   const Adapters& adapters, const Stored& stored, std::string_view spec) {
+                   const Adapters& adapters, const Stored& stored, const OptTensor& rng_state,
+                   std::string_view spec) {
   const OpGuard guard(x);
   const ExpertsSpec parsed = parse_experts_spec(std::string(spec));
-  const auto tensors = tensors_of(x, ids, weights, up, up_bias, down, down_bias, adapters, stored);
+  const auto tensors =
+      tensors_of(x, ids, weights, up, up_bias, down, down_bias, adapters, stored, rng_state);
   return Experts(parsed, tensors).forward();
 }
 
@@ -63,10 +67,12 @@ std::vector<Tensor> experts_bwd(const Tensor& dy, const Tensor& x, const Tensor&
                                 const Tensor& weights, const Tensor& up, const OptTensor& up_bias,
                                 const Tensor& down, const OptTensor& down_bias,
                                 const Adapters& adapters, const Stored& stored,
-                                std::string_view spec, const c10::List<bool>& needs) {
+                                const OptTensor& rng_state, std::string_view spec,
+                                const c10::List<bool>& needs) {
   const OpGuard guard(x);
   const ExpertsSpec parsed = parse_experts_spec(std::string(spec));
-  const auto tensors = tensors_of(x, ids, weights, up, up_bias, down, down_bias, adapters, stored);
+  const auto tensors =
+      tensors_of(x, ids, weights, up, up_bias, down, down_bias, adapters, stored, rng_state);
   return Experts(parsed, tensors, {needs.begin(), needs.end()}).backward(dy);
 }
 
@@ -91,11 +97,13 @@ struct ExpertsFunction : torch::autograd::Function<ExpertsFunction> {
     const at::AutoDispatchBelowADInplaceOrView guard;
     const SettingsGuard settings;
     const std::vector<Tensor>& s = tensors.slots;
-    const Tensor y = fwd_op().call(
-        s[kExpertsX], tensors.ids, s[kExpertsWeights], s[kExpertsUp], call::opt(s[kExpertsUpBias]),
-        s[kExpertsDown], call::opt(s[kExpertsDownBias]), adapters_of(s), stored_of(s), spec);
+    const Tensor y =
+        fwd_op().call(s[kExpertsX], tensors.ids, s[kExpertsWeights], s[kExpertsUp],
+                      call::opt(s[kExpertsUpBias]), s[kExpertsDown], call::opt(s[kExpertsDownBias]),
+                      adapters_of(s), stored_of(s), call::opt(tensors.rng), spec);
     variable_list saved = {narrow_ids(tensors.ids, s[kExpertsUp].size(0))};
     saved.insert(saved.end(), s.begin(), s.end());
+    saved.push_back(tensors.rng);
     ctx->saved_data["places"] = places_of(saved);
     ctx->save_for_backward(std::move(saved));
     ctx->saved_data["spec"] = spec;
@@ -106,7 +114,7 @@ struct ExpertsFunction : torch::autograd::Function<ExpertsFunction> {
   static variable_list backward(AutogradContext* ctx, const variable_list& dy) {
     const variable_list saved = ctx->get_saved_variables();
     check_places(saved, ctx->saved_data["places"]);
-    const variable_list s(saved.begin() + 1, saved.end());
+    const variable_list s(saved.begin() + 1, saved.end() - 1);
     c10::List<bool> needs;
     size_t edges = 0;
     for (size_t i = 0; i < s.size(); ++i) {
@@ -118,7 +126,8 @@ struct ExpertsFunction : torch::autograd::Function<ExpertsFunction> {
     const auto results =
         bwd_op().call(dy[0], s[kExpertsX], saved[0], s[kExpertsWeights], s[kExpertsUp],
                       call::opt(s[kExpertsUpBias]), s[kExpertsDown], call::opt(s[kExpertsDownBias]),
-                      adapters_of(s), stored_of(s), ctx->saved_data["spec"].toStringRef(), needs);
+                      adapters_of(s), stored_of(s), call::opt(saved.back()),
+                      ctx->saved_data["spec"].toStringRef(), needs);
     size_t next = 0, edge = 0;
     for (size_t i = 0; i < kExpertsGrads; ++i) {
       if (needs.get(i)) grads[edge] = results.at(next++);
@@ -130,8 +139,10 @@ struct ExpertsFunction : torch::autograd::Function<ExpertsFunction> {
 
 Tensor experts(const Tensor& x, const Tensor& ids, const Tensor& weights, const Tensor& up,
                const OptTensor& up_bias, const Tensor& down, const OptTensor& down_bias,
-               const Adapters& adapters, const Stored& stored, std::string_view spec) {
-  const auto tensors = tensors_of(x, ids, weights, up, up_bias, down, down_bias, adapters, stored);
+               const Adapters& adapters, const Stored& stored, const OptTensor& rng_state,
+               std::string_view spec) {
+  const auto tensors =
+      tensors_of(x, ids, weights, up, up_bias, down, down_bias, adapters, stored, rng_state);
   variable_list present;
   bool any = false;
   for (const Tensor& t : tensors.slots) {
@@ -142,20 +153,22 @@ Tensor experts(const Tensor& x, const Tensor& ids, const Tensor& weights, const 
   TORCH_CHECK(!any_has_tangent(present), kOp,
               " has no forward-mode derivative (torch.func.jvp, forward_ad): use reverse mode");
   if (any) return ExpertsFunction::apply(at::TensorList(present), tensors, std::string(spec));
-  return fwd_op().call(x, ids, weights, up, up_bias, down, down_bias, adapters, stored, spec);
+  return fwd_op().call(x, ids, weights, up, up_bias, down, down_bias, adapters, stored, rng_state,
+                       spec);
 }
 
 // Resolves the compute type here and passes it on: nothing below reads thread state.
 template <c10::DeviceType kDevice>
 Tensor experts_autocast(const Tensor& x, const Tensor& ids, const Tensor& weights, const Tensor& up,
                         const OptTensor& up_bias, const Tensor& down, const OptTensor& down_bias,
-                        const Adapters& adapters, const Stored& stored, std::string_view spec) {
+                        const Adapters& adapters, const Stored& stored, const OptTensor& rng_state,
+                        std::string_view spec) {
   const c10::impl::ExcludeDispatchKeyGuard guard(
       at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
   const auto text = with_compute_type(x, spec, at::autocast::get_autocast_dtype(kDevice));
   static const auto op =
       c10::Dispatcher::singleton().findSchemaOrThrow(kOp, "").typed<decltype(experts)>();
-  return op.call(x, ids, weights, up, up_bias, down, down_bias, adapters, stored, text);
+  return op.call(x, ids, weights, up, up_bias, down, down_bias, adapters, stored, rng_state, text);
 }
 
 }  // namespace

@@ -50,7 +50,7 @@ TORCH_LIBRARY(ckptfused, m) {
   // beside those in few bits, as dequantize's state, of up and then of down.
 #define CKPT_EXPERTS_ARGS                                                           \
   "Tensor x, Tensor ids, Tensor weights, Tensor up, Tensor? up_bias, Tensor down, " \
-  "Tensor? down_bias, Tensor?[] adapters, Tensor?[] stored, str spec"
+  "Tensor? down_bias, Tensor?[] adapters, Tensor?[] stored, Tensor? rng_state, str spec"
   m.def("experts(" CKPT_EXPERTS_ARGS ") -> Tensor", pure);
   m.def("experts_fwd(" CKPT_EXPERTS_ARGS ") -> Tensor", pure);
   m.def("experts_bwd(Tensor dy, " CKPT_EXPERTS_ARGS ", bool[] needs) -> Tensor[]", pure);

@@ -2080,10 +2080,31 @@ MUTANTS = (
     ),
     Mutant(
         "what comes through an adapter of experts takes the place of the rest",
-        file="csrc/experts/experts.cpp",
+        file="csrc/experts/adapters.cpp",
         text="multiply(a, din, dlow, group, /*back=*/true, /*add=*/true)",
         defect="multiply(a, din, dlow, group, /*back=*/true, /*add=*/false)",
         test="tests/ops/test_experts.py::test_result_and_gradients_are_those_of_plain_pytorch[swiglu-plain-adapters]",
+    ),
+    Mutant(
+        "rows of an expert have the masks of the first expert's",
+        file="csrc/experts/adapters.cpp",
+        text="const AdapterPlace place{group.first, 0,",
+        defect="const AdapterPlace place{0, 0,",
+        test="tests/ops/test_experts_dropout.py::test_rows_in_parts[crowded]",
+    ),
+    Mutant(
+        "what comes through an adapter of experts is not dropped",
+        file="csrc/experts/adapters.cpp",
+        text="  drop(a, through, through, group);\n",
+        defect="",
+        test="tests/ops/test_experts_dropout.py::test_result_and_gradients[swiglu-both]",
+    ),
+    Mutant(
+        "dropout on adapters of experts that PEFT's own forward leaves out",
+        file="ckptfused/models/experts/install.py",
+        text="        if drops(self.wrapper) and not x.is_meta and not _by_mode():",
+        defect="        if False:",
+        test="tests/models/test_expert_dropout.py::test_a_call_that_peft_runs_raises",
     ),
     Mutant(
         "adapters of experts that PEFT has merged are added once more",

@@ -349,7 +349,7 @@ def _truth(inputs: Inputs, dy: Tensor) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("rank", [0, 2])
 def test_opcheck(rank: int) -> None:
     inputs, ops, text = make(rank=rank), torch.ops.ckptfused, GATED.to_string()
-    call = lambda *given: (*given[:7], list(given[7:]) if rank else [], [], text)  # noqa: E731
+    call = lambda *given: (*given[:7], list(given[7:]) if rank else [], [], None, text)  # noqa: E731
     torch.library.opcheck(ops.experts.default, call(*inputs))
     plain = call(*(None if t is None else t.detach() for t in inputs))
     torch.library.opcheck(ops.experts_fwd.default, plain)

@@ -51,10 +51,12 @@ def some_call(choose: random.Random) -> tuple[list[Any], list[bool]]:
     up, down, beside = shaped(wide, width), shaped(width, hidden), []
     if choose.random() < 0.4 and width % 2 == 0:
         spec, up, down, beside, _ = stored_stacks(spec, up, down, (choose.choice(KERNELS), choose.choice(KERNELS)))
-    call = [x, ids, weights, up, up_bias, down, down_bias, adapters, beside, spec.to_string()]
+    call = [x, ids, weights, up, up_bias, down, down_bias, adapters, beside]
     slots = [x, weights, *call[3:7], *(adapters or [None] * 4)]
     needs = [t is not None and t.is_floating_point() and choose.random() < 0.6 for t in slots]
-    return call, needs if any(needs) else [True, *needs[1:]]
+    spec = replace(spec, up_p=choose.choice([0.0, 0.3]), down_p=choose.choice([0.0, 0.3]))
+    state = torch.tensor([1, 0]) if spec.has_dropout else None
+    return [*call, state, spec.to_string()], needs if any(needs) else [True, *needs[1:]]
 
 
 def measured_peak(run: Callable[[], object]) -> int:

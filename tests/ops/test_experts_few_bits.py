@@ -110,6 +110,7 @@ def test_opcheck() -> None:
         down_bias,
         adapters,
         stacks.beside,
+        None,
         stacks.spec.to_string(),
     )
     torch.library.opcheck(ops.experts.default, call)

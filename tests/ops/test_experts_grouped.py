@@ -129,7 +129,7 @@ def test_a_call_takes_no_more_than_was_counted(seed: int) -> None:
     name, rank = choose.choice([*SPECS]), choose.choice([0, 8])
     sizes = {"tokens": choose.choice([7, 300, 6000]), "count": choose.choice([4, 7]), "k": choose.choice([1, 3])}
     given = [t if t is None else t.detach() for t in inputs(name, torch.float32, choose.random() < 0.5, rank, **sizes)]
-    call = [*given[:7], given[7:] if rank else [], [], SPECS[name].to_string()]
+    call = [*given[:7], given[7:] if rank else [], [], None, SPECS[name].to_string()]
     needs = [t is not None and "bias" not in of and choose.random() < 0.5 for of, t in zip(SLOTS, given, strict=True)]
     wanted = [need for need, of in zip(needs, SLOTS, strict=True) if of != "ids"]
     dy = torch.randn_like(call[0])

@@ -7,7 +7,6 @@ Here neither is made: the outermost of PEFT's wrappers around a module of expert
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -27,8 +26,15 @@ class Adapters(NamedTuple):
 
     tensors: tuple[Tensor | None, ...]
     """up_a, up_b, down_a and down_b, as the op takes them."""
-    up_scale: float = 1.0
-    down_scale: float = 1.0
+    numbers: tuple[tuple[str, float], ...] = ()
+    """Their scales and rates of dropout, by the names of the op's spec."""
+
+
+class _Pair(NamedTuple):
+    a: Tensor
+    b: Tensor
+    scale: float
+    p: float
 
 
 NO_ADAPTERS = Adapters(())
@@ -52,12 +58,21 @@ def wrapped(module: Any) -> nn.Module:
     return module  # type: ignore[no-any-return]
 
 
+def drops(wrapper: Any) -> bool:
+    """Whether dropout on adapters of experts is on, which PEFT's own forward does not have."""
+    while is_wrapper(wrapper):
+        if any(isinstance(m, nn.Dropout) and m.training and m.p > 0 for m in wrapper.lora_dropout.values()):
+            return True
+        wrapper = wrapper.base_layer
+    return False
+
+
 def read_adapters(wrapper: Any) -> Adapters | Reason:
     """What is added at this call, or why PEFT has to do it. wrapper: the outermost."""
     if hooked_everywhere():
         return EVERYWHERE
     base: Any = wrapped(wrapper)
-    pairs: dict[str, tuple[Tensor, Tensor, float]] = {}
+    pairs: dict[str, _Pair] = {}
     module = wrapper
     while is_wrapper(module):
         if module is not wrapper and hooked(module):
@@ -78,24 +93,38 @@ def read_adapters(wrapper: Any) -> Adapters | Reason:
     stem = "gate_up_proj" if base.has_gate else "up_proj"
     if not pairs.keys() <= {stem, "down_proj"}:
         return Reason(f"an adapter on {', '.join(pairs)}")
-    up_a, up_b, up_scale = pairs.get(stem, (None, None, 1.0))
-    down_a, down_b, down_scale = pairs.get("down_proj", (None, None, 1.0))
-    return Adapters((up_a, up_b, down_a, down_b), up_scale, down_scale)
+    tensors: list[Tensor | None] = []
+    numbers: dict[str, float] = {}
+    for side, parameter in (("up", stem), ("down", "down_proj")):
+        pair = pairs.get(parameter)
+        tensors += (None, None) if pair is None else pair[:2]
+        if pair is not None:
+            numbers |= {f"{side}_scale": pair.scale, f"{side}_p": pair.p}
+    return Adapters(tuple(tensors), tuple(numbers.items()))
 
 
-def _pair(module: Any, name: str) -> tuple[Tensor, Tensor, float] | Reason:
-    """A [E, r, in] and B [E, out, r] of an adapter, and its scale."""
-    a, b, scale = module.lora_A[name], module.lora_B[name], module.scaling[name]
+def _pair(module: Any, name: str) -> _Pair | Reason:
+    """A [E, r, in] and B [E, out, r] of an adapter, its scale and its dropout.
+
+    PEFT refuses to make dropout on experts, which its merged weights could not have: an `nn.Dropout` stands among its
+    `lora_dropout` where a user put it.
+    """
+    a, b, scale, dropout = (each[name] for each in (module.lora_A, module.lora_B, module.scaling, module.lora_dropout))
     if name in module.lora_variant or module.lora_bias.get(name) or module.num_experts == 1:
         return Reason("an adapter of another kind than A and B for each expert")
     if not (type(a) is type(b) is nn.Linear) or hooked(a) or hooked(b):
         return Reason("an adapter whose A or B is no plain Linear")
     if any(type(t) not in (Tensor, nn.Parameter) for t in (a.weight, b.weight)):
         return Reason("an adapter in shards")
+    if type(dropout) not in (nn.Dropout, nn.Identity) or hooked(dropout):
+        return Reason(f"adapter dropout of type {type(dropout).__name__}, or with a hook")
     if isinstance(scale, Tensor):
         return Reason("an adapter's scale is a tensor (PEFT's hotswap)")
     count = module.num_experts
-    return a.weight.unflatten(0, (count, -1)), b.weight.unflatten(1, (-1, count)).permute(2, 0, 1), float(scale)
+    p = dropout.p if type(dropout) is nn.Dropout and dropout.training else 0.0
+    return _Pair(
+        a.weight.unflatten(0, (count, -1)), b.weight.unflatten(1, (-1, count)).permute(2, 0, 1), float(scale), p
+    )
 
 
 def unproved(wrapper: Any, spec: ExpertsSpec) -> Reason | None:
@@ -114,8 +143,8 @@ def unproved(wrapper: Any, spec: ExpertsSpec) -> Reason | None:
             if isinstance(found, Reason):
                 return found
             x, ids, scores = SMALL.call()
-            scaled = replace(spec, up_scale=found.up_scale, down_scale=found.down_scale)
-            ours = on_small_weights(wrapped(small), x, ids, scores, found.tensors, scaled)
+            adapted = spec.with_adapters(found.numbers)  # whose dropout has no masks here
+            ours = on_small_weights(wrapped(small), x, ids, scores, found.tensors, adapted)
             same = nearly_equal(type(wrapper).forward(small, x, ids, scores), ours)
             return None if same else Reason("PEFT adds something else than A and B")
     except Exception as error:  # of code that was not read

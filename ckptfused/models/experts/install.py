@@ -20,7 +20,7 @@ from ckptfused.cost.open_ledger import counting
 from ckptfused.layer.parts import Reason
 from ckptfused.layer.sdpa import under_foreign_mode
 from ckptfused.layer.shards import is_fully_sharded
-from ckptfused.models.experts.adapters import NO_ADAPTERS, Adapters, is_wrapper, read_adapters, unproved, wrapped
+from ckptfused.models.experts.adapters import NO_ADAPTERS, Adapters, drops, is_wrapper, read_adapters, unproved, wrapped
 from ckptfused.models.experts.read import COMPUTED_AS_SAID, is_experts, read_experts, unfit, weights_of
 from ckptfused.ops.experts import experts
 from ckptfused.spec import Quantized
@@ -70,20 +70,20 @@ def run(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: 
 
 def _by_op(module: Any, x: Tensor, ids: Tensor, scores: Tensor, added: Adapters = NO_ADAPTERS) -> Tensor:
     found = weights_of(module)
-    spec = _text_of_call(module.config.text, added.up_scale, added.down_scale, found.quant)
+    spec = _text_of_call(module.config.text, added.numbers, found.quant)
     return experts(x, ids, scores, *found[:4], added.tensors, found.stored, spec=spec)
 
 
 @constant_result
-def _text_of_call(text: str, up_scale: float, down_scale: float, quant: tuple[Any, ...]) -> str:
-    """What the same experts compute with adapters of these scales, and weights that are stored so."""
-    return _text(text, up_scale, down_scale, quant)
+def _text_of_call(text: str, numbers: tuple[tuple[str, float], ...], quant: tuple[Any, ...]) -> str:
+    """What the same experts compute with these numbers of adapters, and weights that are stored so."""
+    return _text(text, numbers, quant)
 
 
 @lru_cache(maxsize=1024)
-def _text(text: str, up_scale: float, down_scale: float, quant: tuple[Any, ...]) -> str:
+def _text(text: str, numbers: tuple[tuple[str, float], ...], quant: tuple[Any, ...]) -> str:
     stacks = tuple(Quantized(*stack) for stack in quant)
-    return replace(parse_experts(text), up_scale=up_scale, down_scale=down_scale, quant=stacks).to_string()
+    return replace(parse_experts(text), quant=stacks).with_adapters(numbers).to_string()
 
 
 class AdaptedForward:
@@ -96,13 +96,21 @@ class AdaptedForward:
         self.wrapper = wrapper
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """The op with the adapters, or, where it is not this call's, PEFT's own forward."""
-        module: Any = wrapped(self.wrapper)
-        if len(args) == 2 and not kwargs and is_converted(module) and why_original(module, x) is None:
-            added = read_adapters(self.wrapper)
-            if not isinstance(added, Reason):
-                return _by_op(module, x, *args, added)
+        """The op with the adapters, or, where it is not this call's, PEFT's own forward. **Raises** `RuntimeError` if
+        that leaves out dropout."""
+        added = self._adapters(x, args, kwargs)
+        if not isinstance(added, Reason):
+            ids, scores = args
+            return _by_op(wrapped(self.wrapper), x, ids, scores, added)
+        if drops(self.wrapper) and not x.is_meta and not _by_mode():
+            raise RuntimeError(f"adapters on experts: PEFT runs this call and has no dropout on them: {added.text}")
         return type(self.wrapper).forward(self.wrapper, x, *args, **kwargs)  # type: ignore[no-any-return]
+
+    def _adapters(self, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Adapters | Reason:
+        module: Any = wrapped(self.wrapper)
+        if len(args) != 2 or kwargs or not is_converted(module):
+            return Reason("it is called by keywords, or its experts are not converted")
+        return why_original(module, x) or read_adapters(self.wrapper)
 
 
 def why_original(module: Any, x: Tensor) -> Reason | None:
@@ -165,8 +173,9 @@ def _convert_adapters(named: dict[str, nn.Module]) -> tuple[str, ...]:
         if why is None:
             module.forward = AdaptedForward(module)
         else:
-            left.setdefault(why.text, []).append(name)
-    return tuple(f"{_run(names)}: PEFT merges its adapters at each call: {why}" for why, names in left.items())
+            dropped = ", without their dropout" if drops(module) else ""
+            left.setdefault(f"{dropped}: {why.text}", []).append(name)
+    return tuple(f"{_run(names)}: PEFT merges its adapters at each call{why}" for why, names in left.items())
 
 
 def _run(names: list[str]) -> str:
