@@ -20,6 +20,7 @@ from ckptfused.models.derive.flash import runs_flash
 from ckptfused.models.derive.layer_state import KNOWN, LayerState
 from ckptfused.models.derive.normal_form import DerivedLayer
 from ckptfused.models.derive.recording.evaluate import Rest, evaluated, recalled
+from ckptfused.models.derive.recording.record import held_value
 from ckptfused.models.derive.recording.recorder import Recorded, Value
 from ckptfused.models.derive.rules.rotations import says_twice
 from ckptfused.models.derive.untouched import untouched
@@ -160,7 +161,7 @@ def forget(layer: nn.Module) -> None:
 def held_tensor(modules: _Modules | nn.Module, name: str) -> Tensor:
     """A buffer or tensor that a module holds."""
     path, _, last = name.partition(":")[2].rpartition(".")
-    return getattr(modules.get_submodule(path), last)  # type: ignore[no-any-return]
+    return held_value(modules.get_submodule(path), last)  # type: ignore[no-any-return]
 
 
 def outer_tensor(made: Ready, modules: Any, leaves: list[Any], name: str, known: dict[Value, Tensor]) -> Tensor:

@@ -19,8 +19,9 @@ from ckptfused.layer.quantized import is_quantized, stack_numbers, unparametrize
 from ckptfused.layer.shards import is_fully_sharded
 from ckptfused.layer.source import is_patched
 from ckptfused.models.derive.factors import stand_in
+from ckptfused.models.derive.recording.record import held_by
 from ckptfused.models.derive.recording.recorder import RefusedError
-from ckptfused.models.derive.rules.masks import HIDES
+from ckptfused.models.derive.rules.mask_forms import HIDES
 from ckptfused.models.derive.rules.rotations import MOST_FIRST, like_table
 from ckptfused.models.describe.own_forward import forget_places
 from ckptfused.models.experts.adapters import adds_adapters, wrapped
@@ -28,7 +29,6 @@ from ckptfused.simulate.meta_copy import data_behind
 
 _HOOKS = tuple(name for name in vars(nn.Module()) if "hook" in name)
 _COPIED: Any = (nn.Module, Tensor, list, dict, tuple, set)
-
 
 MOST_WEIGHTS = 2**22
 """Random numbers that the weights of a layer are made of for its proof: a tenth of a second."""
@@ -92,7 +92,7 @@ def layer_copy(
                 if not t.is_floating_point():
                     raise RefusedError(f"weights of type {t.dtype}")
                 memo[id(t)] = nn.Parameter(made(t.detach(), True))
-        for key, t in (*module._buffers.items(), *vars(module).items()):
+        for key, t in held_by(module):
             if isinstance(t, Tensor):
                 memo.setdefault(id(t), made(data_behind(t).detach(), False))
             elif not isinstance(t, _COPIED):

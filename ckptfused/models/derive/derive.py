@@ -28,7 +28,7 @@ from ckptfused.models.derive.recording.record import (
     turned_round,
 )
 from ckptfused.models.derive.recording.recorder import Recorded, RefusedError, Value
-from ckptfused.models.derive.rules.masks import seen_by_place
+from ckptfused.models.derive.rules.mask_forms import seen_by_place
 from ckptfused.models.derive.structure import attends_first, same_shapes, same_window
 from ckptfused.models.derive.walk import CASTS
 from ckptfused.models.describe.own_forward import IndexReadError
@@ -211,6 +211,8 @@ def refuted_by(
 
 def _hold(proof: Proof, layer: nn.Module, here: Recording) -> Here:
     start = here.x if here.rest is None else here.rest.start
+    if proof.tokens not in (0, start.shape[1]):
+        raise RefusedError(f"it was read at {proof.tokens} tokens, for its forward raises at fewer")
     if proof.reading.seq_first and any(half and half.modulated for half in (proof.layout.attn, proof.layout.ffn)):
         raise RefusedError("vectors of each batch element beside an x that is [T, B, C]")
     for v in (here.x, here.y):

@@ -15,10 +15,10 @@ from ckptfused.masks import NO_MASK, Mask
 from ckptfused.models.derive.read import Form
 from ckptfused.models.derive.recording.evaluate import joined_masks, once
 from ckptfused.models.derive.recording.record import Recording
-from ckptfused.models.derive.recording.recorder import Recorded, RefusedError
+from ckptfused.models.derive.recording.recorder import Recorded
 from ckptfused.models.derive.rules.coefficients import Coefficients
 from ckptfused.models.derive.rules.core import Core, Outer
-from ckptfused.models.derive.rules.masks import in_rows
+from ckptfused.models.derive.rules.mask_forms import in_rows
 from ckptfused.models.derive.rules.modulation import Bias, Factor, Modulated, biases, factors, modulated
 from ckptfused.models.derive.rules.pieces import Linear, NormPiece
 from ckptfused.models.derive.rules.products import by_heads, token_by_token
@@ -200,8 +200,7 @@ def layout_of(form: Form, walk: Walk, layer: nn.Module) -> DerivedLayer:
 def _own_mask(core: Core) -> tuple[int, str]:
     if core.constant is None:
         return -1, ""
-    if core.constant.call is None:
-        raise RefusedError("a buffer is the mask of one length only")
+    assert core.constant.call is not None
     return core.constant.call.number, core.constant_kind
 
 

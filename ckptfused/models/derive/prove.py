@@ -26,6 +26,8 @@ from ckptfused.ops.call import Call
 from ckptfused.spec import parse
 
 SHAPES = (Sizes(2, 5), Sizes(3, 7))
+MOST_VALUES = 2**19
+"""Entries of x in a proof at the length of a call, where there is none at those of `SHAPES`."""
 PROOF_ERROR = 1e-8
 """Error of a result or gradient relative to the largest value of it: rounding of float64 is some 1e-13, a constant that
 is written with ten digits some 1e-10."""
@@ -44,6 +46,8 @@ class Proof(NamedTuple):
     """The modules that were not followed."""
     errors: dict[str, float]
     """The largest relative error of the result and of every gradient, over all shapes."""
+    tokens: int = 0
+    """The one length of which it is, where the forward raises at another (CLIP's mask has one); 0: of every length."""
 
 
 def prove(
@@ -59,29 +63,46 @@ def prove(
 
     **Raises** `RefusedError` saying which call no rule takes, or where and by how much the two differ.
     """
-    first = Sizes.of(args, kwargs).first
+    sizes = Sizes.of(args, kwargs)
+    of = (layer, args, kwargs, seed, placed, reading)
     try:
-        return _proved_with(layer, args, kwargs, seed, placed, reading, first)
-    except RefusedError:
-        if first == 0:
+        return _proved_with(*of, sizes.first)
+    except RefusedError as error:
+        if sizes.first:
+            return _proved_with(*of, 0)  # what is alike may be no tables
+        width = next(leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)).size(-1)
+        if not str(error).startswith(RAISED) or SHAPES[1].batch * sizes.tokens * width > MOST_VALUES:
             raise
-        return _proved_with(layer, args, kwargs, seed, placed, reading, 0)  # what is alike may be no tables
+        try:
+            return _proved_with(*of, 0, sizes.tokens)
+        except RefusedError:
+            raise error from None
 
 
 def _proved_with(
-    layer: nn.Module, args: Any, kwargs: Any, seed: int, placed: bool, reading: Reading, first: int
+    layer: nn.Module, args: Any, kwargs: Any, seed: int, placed: bool, reading: Reading, first: int, alone: int = 0
 ) -> Proof:
+    """alone: the length to prove it at; 0: those of `SHAPES`."""
+    of = (layer, args, kwargs, seed, placed, reading, first, alone)
     try:
-        return _proved(layer, args, kwargs, seed, placed, reading, first, dense=False)
+        return _proved(*of, dense=False)
     except UnfactoredError as error:
         try:
-            return _proved(layer, args, kwargs, seed, placed, reading, first, dense=True)
+            return _proved(*of, dense=True)
         except TooManyError:
             raise error from None
 
 
 def _proved(
-    layer: nn.Module, args: Any, kwargs: Any, seed: int, placed: bool, reading: Reading, first: int, dense: bool
+    layer: nn.Module,
+    args: Any,
+    kwargs: Any,
+    seed: int,
+    placed: bool,
+    reading: Reading,
+    first: int,
+    alone: int,
+    dense: bool,
 ) -> Proof:
     generator = torch.Generator().manual_seed(seed)
     if not torch.is_grad_enabled():
@@ -93,7 +114,7 @@ def _proved(
     factored = Factored(own, generator)
     with torch.enable_grad(), torch.autocast("cpu", enabled=False):
         for batch, tokens, _ in SHAPES:
-            sizes = Sizes(batch, tokens + first, first)
+            sizes = Sizes(batch, alone or tokens + first, first)
             recording, (form, walk) = _recorded(own, (args, kwargs), sizes, generator, factored, reading)
             layout, text, differing = _compared(own, form, walk, factored)
             found.append((layout, text, recording))
@@ -105,7 +126,7 @@ def _proved(
         if not same or _comparable(one._replace(window=layout.window)) != _comparable(layout):
             raise RefusedError("what it computes depends on the shape of x: " + " and ".join(t for _, t, _ in found))
     same_structure(found[0][2], found[1][2])
-    return Proof(layout, text, tuple(recording for *_, recording in found), rules, reading, errors)
+    return Proof(layout, text, tuple(recording for *_, recording in found), rules, reading, errors, alone)
 
 
 def _comparable(layout: DerivedLayer) -> DerivedLayer:

@@ -222,11 +222,29 @@ def _weights_unasked(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def tensors_held(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that modules hold beside parameters, by name: buffers and plain attributes."""
+    """The tensors that modules hold beside parameters, by name: buffers, plain attributes, and what lies in these."""
     for name, module in layer.named_modules():
-        for key, t in (*module._buffers.items(), *vars(module).items()):
+        for key, t in held_by(module):
             if isinstance(t, Tensor):
                 yield f"{name}.{key}".lstrip("."), t
+
+
+def held_by(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Buffers and attributes of a module by name, and `cache:0` what lies in a list, tuple or dict among them."""
+    for key, held in (*module._buffers.items(), *vars(module).items()):
+        yield key, held
+        if key not in _BOOKS and type(held) in (list, tuple, dict):
+            items = held.items() if isinstance(held, dict) else enumerate(held)
+            yield from ((f"{key}:{item}", v) for item, v in items if type(item) in (int, str) and "." not in str(item))
+
+
+def held_value(module: nn.Module, key: str) -> Any:
+    """What `held_by` gives this name."""
+    key, _, item = key.partition(":")
+    held = getattr(module, key)
+    if not item:
+        return held
+    return held[item] if isinstance(held, dict) and item in held else held[int(item)]
 
 
 def _state(layer: nn.Module) -> Any:

@@ -8,7 +8,7 @@ from torch import Tensor
 from ckptfused.models.derive.recording.names import words_of
 from ckptfused.models.derive.recording.recorder import Recorded, RefusedError, Value
 from ckptfused.models.derive.rules.core import Core
-from ckptfused.models.derive.rules.masks import mask_steps, take_all, with_mask
+from ckptfused.models.derive.rules.masks import constant, mask_steps, take_all, with_mask
 from ckptfused.models.derive.rules.products import PRODUCTS, by_heads, head_product, softmax_last
 from ckptfused.models.derive.rules.sinks import sinks_after, with_sinks_after, without_sinks
 from ckptfused.models.derive.walk import Walk, arranges, close, ratio
@@ -80,11 +80,12 @@ def _written_out(walk: Walk, y: Value, call: Recorded) -> Core:
         if not chain:
             logits, found = mask_steps(walk, logits, found)
             raw = logits
-        if raw.call is None or len(raw.call.inputs) != 1 or not (raw.op in _LOGITS or arranges(raw)):
+        before = _one_given(walk, raw)
+        if before is None or not (raw.op in _LOGITS or arranges(raw)):
             break
         walk.take(raw.call, "attention" if raw.op in _LOGITS else "layout")
-        chain += [raw.call] if raw.op in _LOGITS else []
-        raw = walk.same(raw.call.inputs[0])
+        chain += [raw.call] if raw.call is not None and raw.op in _LOGITS else []
+        raw = walk.same(before)
         logits = logits if chain else raw
     if raw.call is None or raw.op not in PRODUCTS:
         raise RefusedError(f"no rule takes {raw}", raw.call)
@@ -107,6 +108,13 @@ def _written_out(walk: Walk, y: Value, call: Recorded) -> Core:
     k = first.ends[1].transpose(-1, -2)
     ends = (first.ends[0], k, last.ends[1], last.ends[2])
     return found._replace(q=first.left, k=first.right, ends=ends, scale=scale, softcap=cap)
+
+
+def _one_given(walk: Walk, v: Value) -> Value | None:
+    """What a value is made of, but for numbers, of which there may be tensors; None where that is none or several."""
+    operands = [] if v.call is None else v.call.inputs
+    given = operands if len(operands) < 2 else [one for one in operands if constant(walk, one) is None]
+    return given[0] if len(given) == 1 else None
 
 
 def _is_softmax(walk: Walk, v: Value) -> bool:

@@ -14,7 +14,7 @@ class Outer(NamedTuple):
 
     name: str
     form: str = ""
-    """How it is arranged: of masks as in `_arranged`, of tables as in `rotations`."""
+    """How it is arranged: of masks as in `arranged`, of tables as in `rotations`."""
 
 
 class Core(NamedTuple):

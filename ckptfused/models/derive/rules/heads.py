@@ -16,7 +16,7 @@ from ckptfused.models.derive.rules.layouts import Laid, layouts
 from ckptfused.models.derive.rules.masks import named
 from ckptfused.models.derive.rules.pieces import Linear, NormPiece, linear, norm
 from ckptfused.models.derive.rules.rotations import TURNS, Turned, turned
-from ckptfused.models.derive.walk import CASTS, LAYOUT, Walk, close
+from ckptfused.models.derive.walk import CASTS, LAYOUT, Walk, arranges, close
 from ckptfused.spec import QK_PLACES
 
 _MOST = 60
@@ -67,7 +67,7 @@ def side(walk: Walk, end: Value, what: str) -> _Side:
     queue = [(start, end.call)]
     while queue:
         v, user = queue.pop(0)
-        v = walk.same(v)
+        v = _one_of_stacked(walk, walk.same(v))
         if v in made or v in norms or v in tables or v.call in seen:
             continue
         if walk.outer(v):
@@ -83,10 +83,21 @@ def side(walk: Walk, end: Value, what: str) -> _Side:
         else:
             raise RefusedError(f"no rule takes {v}", v.call or user)
     for call in seen:
-        walk.take(call, f"heads of {what}" if call.op not in LAYOUT else "layout")
+        walk.take(call, "heads" if call.op not in LAYOUT else "layout")
     if len(made) != 1 or len(norms) > 1:
         raise RefusedError(f"{what} comes of {len(made)} projections and {len(norms)} norms", end.call)
     return _Side(next(iter(made.values())), next(iter(norms.values()), None), tuple(tables), scale)
+
+
+def _one_of_stacked(walk: Walk, v: Value) -> Value:
+    """The value that was stacked, where this one is it again: the others in the stack do not matter to it."""
+    if v.call is not None and arranges(v) and (stack := v.call.inputs[0]).op == "stack":
+        for one in stack.call.inputs:  # type: ignore[union-attr]
+            if one.shape == v.shape and torch.equal(one.data, v.data):
+                walk.take(v.call, "layout")
+                walk.take(stack.call, "heads")
+                return walk.same(one)
+    return v
 
 
 def _scaled(walk: Walk, end: Value) -> tuple[Value, Value | None]:

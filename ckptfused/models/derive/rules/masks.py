@@ -7,17 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckptfused.layer.mask_patterns import pattern
 from ckptfused.models.derive.recording.in_place import writes
 from ckptfused.models.derive.recording.names import function_name, words_of
-from ckptfused.models.derive.recording.recorder import RefusedError, Value
+from ckptfused.models.derive.recording.recorder import Recorded, RefusedError, Value
 from ckptfused.models.derive.rules.core import Core, Outer
-from ckptfused.models.derive.rules.products import by_heads
-from ckptfused.models.derive.walk import Walk, arranges, close
+from ckptfused.models.derive.rules.mask_forms import HIDES, arranged, heads_of_mask, seen_by_place
+from ckptfused.models.derive.walk import CASTS, Walk, arranges, close
 
-HIDES = -5e8
-"""What is added to a logit hides its key from here downwards."""
-_OPPOSITE = {"keep": "drop", "drop": "keep"}
+_FLOORS = ("max", "maximum", "clamp", "clamp_min")
+_NUMBERS = words_of(
+    "zeros ones full zeros_like ones_like full_like new_zeros new_ones new_full tensor as_tensor scalar_tensor"
+)
+"""Calls that make tensors of numbers, which are held to those of the proof; what they take gives a shape or type."""
 _SAYS = words_of(
     "masked_fill where zeros zeros_like new_zeros ones ones_like new_ones full full_like new_full invert logical_not",
     "bitwise_not eq ne to float double type type_as clone contiguous tensor scalar_tensor",
@@ -29,7 +30,10 @@ def mask_steps(walk: Walk, logits: Value, found: Core) -> tuple[Value, Core]:
     """The logits before the masks, which come after everything else."""
     while logits.call is not None:
         call, inputs = logits.call, logits.call.inputs
-        if call.op in ("add", "radd") and len(inputs) == 2 and walk.outer(inputs[1]) != walk.outer(inputs[0]):
+        if (shown_alone := _shown_alone(walk, logits)) is not None:
+            logits, mask = shown_alone
+            found = with_mask(walk, found, mask, "keep")
+        elif call.op in ("add", "radd") and len(inputs) == 2 and walk.outer(inputs[1]) != walk.outer(inputs[0]):
             logits, mask = inputs if walk.outer(inputs[1]) else inputs[::-1]
             found = with_mask(walk, found, mask, "add")
         elif call.op == "masked_fill" and (hidden := _outer_one(walk, inputs[1])) and _hides(call.given(2, "value")):
@@ -37,18 +41,68 @@ def mask_steps(walk: Walk, logits: Value, found: Core) -> tuple[Value, Core]:
             found = with_mask(walk, found, hidden, "drop")
         elif call.op == "where" and len(inputs) > 1 and (shown := _outer_one(walk, inputs[0])):
             at, fill = (call.given(i, "") for i in (1, 2))
-            value = float(fill.data) if isinstance(fill, Value) and fill.data.numel() == 1 else fill
-            if not isinstance(at, Value) or isinstance(value, Value) or not _hides(value):
+            value = constant(walk, fill) if isinstance(fill, Value) else fill
+            if not isinstance(at, Value) or not _hides(value):
                 break
             logits = at
-            if isinstance(fill, Value):
-                take_all(walk, fill)
             found = with_mask(walk, found, shown, "keep")
+        elif (floored := _floored(walk, logits)) is not None:
+            logits = floored
         else:
             break
         walk.take(call, "mask")
         logits = walk.same(logits)
     return logits, found
+
+
+def _floored(walk: Walk, logits: Value) -> Value | None:
+    """Logits before those below a number that hides a key became that number (Baichuan, OPT); None of others."""
+    call = logits.call
+    if call is None or call.op not in _FLOORS or call.given(2, "max") is not None:
+        return None
+    at, *others = call.inputs
+    least = constant(walk, others[0]) if others else call.given(1, "min")
+    return at if len(others) < 2 and at.shape == logits.shape and _hides(least) else None
+
+
+def _shown_alone(walk: Walk, logits: Value) -> tuple[Value, Value] | None:
+    """Logits and a mask of ones and zeros, of logits · mask - large · (1 - mask) (GPT); None of others."""
+    call = logits.call
+    if call is None or call.op not in ("add", "radd", "sub") or len(call.inputs) != 2:
+        return None
+    sign = -1 if call.op == "sub" else 1
+    for product, added in (call.inputs, call.inputs[::-1])[: 1 if sign < 0 else 2]:
+        if product.op not in ("mul", "rmul") or len(product.call.inputs) != 2 or not walk.outer(added):  # type: ignore[union-attr]
+            continue
+        for at, mask in (product.call.inputs, product.call.inputs[::-1]):  # type: ignore[union-attr]
+            if not walk.outer(mask) or walk.outer(at) or mask.shape != added.shape:
+                continue
+            hidden = mask.data == 0
+            by_mask = torch.where(hidden, sign * added.data <= HIDES, (mask.data == 1) & (added.data == 0))
+            if bool(by_mask.all()):
+                walk.take(product.call, "mask")
+                take_all(walk, added)
+                return at, mask
+    return None
+
+
+def constant(walk: Walk, v: Value) -> float | None:
+    """The one number that all entries of a tensor are, whatever the layer is given; None of other tensors."""
+    made: list[Recorded] = []
+    queue = [v]
+    while queue:
+        at = queue.pop()
+        call = at.call
+        if call is None or not (call.op in _NUMBERS or call.op in CASTS or arranges(at)):
+            return None
+        made.append(call)
+        queue += () if call.op in _NUMBERS else call.inputs[:1]
+    number = v.data.flatten()[0].item() if v.data.numel() else None
+    if number is None or not bool((v.data == number).all()):
+        return None
+    for call in made:
+        walk.take(call, "mask")
+    return float(number)
 
 
 def _outer_one(walk: Walk, mask: Value) -> Value | None:
@@ -82,17 +136,33 @@ def with_mask(walk: Walk, found: Core, mask: Value, kind: str) -> Core:
         return found
     if not any(root.startswith("arg:") for root in _roots(walk, mask)):
         seen = seen_by_place(mask.data, kind, found.ends[3].shape[-2], found.ends[2].shape[-2])
+        if walk.same(mask).call is None:
+            return _with_outer(found, *_outer(walk, found, walk.same(mask), kind))
+        if seen is None and walk.glance(_held, walk, mask):
+            return _with_outer(found, _computed(walk, found, mask), kind)
         if seen is None:
             raise RefusedError("a mask of the layer's own that is neither the causal one nor a window", mask.call)
         if found.causal:
             raise RefusedError("two causal masks", mask.call)
         take_all(walk, mask)
-        return found._replace(causal=seen[0], window=seen[1], constant=walk.same(mask), constant_kind=kind)
+        mask = walk.same(mask)
+        while mask.op in CASTS and mask.call.inputs[0].data.is_floating_point():  # type: ignore[union-attr]
+            mask = mask.call.inputs[0]  # type: ignore[union-attr]  # a cast to another type may be none in a call
+        return found._replace(causal=seen[0], window=seen[1], constant=mask, constant_kind=kind)
     try:
         with walk.trial():
             outer, kind = _outer(walk, found, mask, kind)
     except RefusedError:
         outer = _computed(walk, found, mask)
+    return _with_outer(found, outer, kind)
+
+
+def _held(walk: Walk, mask: Value) -> bool:
+    """Whether a mask is a part of what the layer holds (ALiBi's), so that it takes no memory of its own."""
+    return walk.through(mask, "mask").name.startswith("buffer:")
+
+
+def _with_outer(found: Core, outer: Outer, kind: str) -> Core:
     if found.mask is None:
         return found._replace(mask=outer, kind=kind)
     first = found.mask
@@ -104,13 +174,13 @@ def with_mask(walk: Walk, found: Core, mask: Value, kind: str) -> Core:
 
 
 def _computed(walk: Walk, found: Core, mask: Value) -> Outer:
-    """A mask that the layer computes of arguments alone, so that all layers share it."""
+    """A mask that the layer computes of arguments alone, so that all layers share it, or a part of what it holds."""
     mask = walk.same(mask)
-    if mask.call is None or not all(root.startswith("arg:") for root in _roots(walk, mask)):
+    if mask.call is None or not walk.outer(mask):
         raise RefusedError("a mask of unknown arrangement", mask.call)
     batch, heads, tokens = walk.batch, *found.ends[3].shape[1:3]
-    for form, arranged in _arranged(mask.data, batch, tokens).items():
-        sizes = zip(arranged.shape, (batch, heads, tokens, found.ends[2].shape[-2]), strict=True)
+    for form, lying in arranged(mask.data, batch, tokens).items():
+        sizes = zip(lying.shape, (batch, heads, tokens, found.ends[2].shape[-2]), strict=True)
         if all(n in (1, size) for n, size in sizes):
             walk.take_before("mask", mask)
             return Outer(computed(walk, mask), form)
@@ -144,10 +214,10 @@ def _outer(walk: Walk, found: Core, mask: Value, kind: str) -> tuple[Outer, str]
     else:
         root, hidden = _said(walk, mask, kind)
         said = {"drop": hidden, "keep": ~hidden}
-    for form, arranged in _arranged(root.data, walk.batch, tokens[0]).items():
+    for form, lying in arranged(root.data, walk.batch, tokens[0]).items():
         for what, made in said.items():
-            made = _by_heads(made, walk.batch, found.ends[3].shape[1])
-            view = arranged[..., : made.shape[-1]]
+            made = heads_of_mask(made, walk.batch, found.ends[3].shape[1])
+            view = lying[..., : made.shape[-1]]
             try:
                 shape = torch.broadcast_shapes(view.shape, made.shape)
             except RuntimeError:
@@ -175,65 +245,9 @@ def _said(walk: Walk, mask: Value, kind: str) -> tuple[Value, Tensor]:
     return root, hidden
 
 
-def _by_heads(mask: Tensor, batch: int, heads: int) -> Tensor:
-    """A mask of logits as [B or 1, H or 1, T or 1, T]."""
-    if mask.dim() == 3 and mask.shape[0] == batch * heads:
-        return by_heads(mask, batch)  # type: ignore[return-value]
-    return mask[(None,) * (4 - mask.dim())]
-
-
-def _arranged(mask: Tensor, batch: int, t: int) -> dict[str, Tensor]:
-    """A mask as [B, H, T, T], in every way in which one may be meant."""
-    found: dict[str, Tensor] = {}
-    if mask.dim() == 4:
-        found["full"] = mask
-    elif mask.dim() == 3:
-        found["batch"] = mask[:, None]
-        if mask.shape[0] % batch == 0:
-            found["heads"] = mask.unflatten(0, (batch, -1))
-        found["by head"] = mask[None]
-    elif mask.dim() == 2:
-        if tuple(mask.shape) == (t, t):
-            found["square"] = mask[None, None]
-        if tuple(mask.shape) == (batch, t):
-            found["padding"] = mask[:, None, None, :]
-    return found
-
-
-def seen_by_place(mask: Tensor, kind: str, t_q: int, t_k: int) -> tuple[bool, int] | None:
-    """Whether a mask hides the keys after each query, and how far a query sees, back or to both sides (0: all the way);
-    None where it hides others.
-    """
-    if mask.dtype == torch.uint8:
-        mask = mask.bool()
-    if mask.dtype != torch.bool and not (kind == "add" and mask.is_floating_point()):
-        return None
-    try:
-        mask = mask.expand(torch.broadcast_shapes(mask.shape, (t_q, t_k)))
-    except RuntimeError:
-        return None
-    if t_q != t_k or mask.shape[-2:] != (t_q, t_k) or not mask.numel():
-        return None
-    found = pattern(mask.reshape(-1, t_q, t_k), kind)
-    return None if found is None or found.padding is not None else (found.causal, found.window)
-
-
 def _roots(walk: Walk, v: Value) -> set[str]:
     """The names of what a value comes from."""
     names = {v.name} if v.call is None else set()
     for call in walk.recording.before(v):
         names |= {i.name for i in call.inputs if i.call is None}
     return names
-
-
-def in_rows(mask: Tensor, form: str, batch: int) -> Tensor:
-    """A mask that was given in one of the ways of `_arranged`, as [B, H, T, T]."""
-    if form == "batch":
-        return mask[:, None]
-    if form == "by head":
-        return mask[None]
-    if form == "heads":
-        return mask.unflatten(0, (batch, -1))
-    if form == "square":
-        return mask[None, None]
-    return mask[:, None, None, :] if form == "padding" else mask

@@ -21,9 +21,9 @@ from ckptfused.spec import BIASED_NORMS, NORMS
 _TURNED = ("t", "T", "transpose", "mT", "permute", "swapaxes")
 _NORM = words_of(
     "add radd sub rsub mul rmul multiply div truediv rtruediv pow square rsqrt sqrt mean var layer_norm rms_norm",
-    "reciprocal neg",
+    "reciprocal neg normalize",
 )
-_REDUCES = ("mean", "var", "layer_norm", "rms_norm")
+_REDUCES = ("mean", "var", "layer_norm", "rms_norm", "normalize")
 MODULATION = "modulation"
 _MOST = 40
 """Calls of one norm or activation at most."""
@@ -72,6 +72,11 @@ def linear(walk: Walk, v: Value) -> Linear:
         if w and (bias or len(operands) == 2):
             walk.take(call, "projection")
             return Linear(w, bias, False, operands[0], v, module=call.module)
+        parts = [part for part in (_rows_of(walk, one) for one in operands[1:]) if part is not None]
+        if len(parts) == len(operands) - 1 and len({rows for _, rows in parts}) == 1:
+            (w, rows), *biases = parts
+            walk.take(call, "projection")
+            return Linear(w, biases[0][0] if biases else "", False, operands[0], v, rows, call.module)
     elif (
         call.op == "conv1d"
         and operands[1].shape[2:] == (1,)
@@ -104,6 +109,18 @@ def linear(walk: Walk, v: Value) -> Linear:
                     walk.take(call, "projection")
                     return found._replace(bias=name, y=v)
     raise RefusedError(f"no rule takes {call}", call)
+
+
+def _rows_of(walk: Walk, v: Value) -> tuple[str, tuple[int, int]] | None:
+    """The parameter whose rows, one after the other, a value is, and the first of them and their number."""
+    root = walk.through(v, "projection")
+    if not (name := walk.parameter(root)) or v.shape[1:] != root.shape[1:]:
+        return None
+    count = v.shape[0]
+    for first in range(root.shape[0] - count + 1):
+        if torch.equal(root.data[first : first + count], v.data):
+            return name, (first, count)
+    return None
 
 
 def _made_bias(walk: Walk, bias: Value, y: Value) -> str:
@@ -175,6 +192,8 @@ def _norm_of(walk: Walk, v: Value, x: Value) -> NormPiece:
                     numbers[None] = None
                 if at.op == "layer_norm" and at.call.given(4, "eps") is None:
                     numbers[1e-5] = None
+                if at.op == "normalize":  # by the larger one of x's length and this number, not by a sum
+                    numbers[float(at.call.given(3, "eps", 1e-12)) ** 2 / x.shape[-1]] = None
         else:
             raise RefusedError("not a norm")
     if not met or len(params) > 2 or len(vectors) > 2:

@@ -90,7 +90,9 @@ def _table(walk: Walk, root: Value, length: int, at: Value) -> dict[Outer, Tenso
     for form, one in tries:
         if one.dim() == 4 and 1 in (one.shape[1], one.shape[2]):
             form, one = f"{form}, heads", one.squeeze(1 if one.shape[1] == 1 else 2)
-        if one.dim() not in (2, 3):
+        if one.dim() == 3 and one.shape[0] == length and one.shape[1] in (1, walk.batch):
+            form, one = f"{form}, tokens first", one.transpose(0, 1)
+        if one.dim() not in (2, 3) or (one.dim() == 3 and one.shape[0] not in (1, walk.batch)):
             continue
         if root.name.startswith("buffer:"):
             form, one = f"{form}, first rows", one[..., :length, :]
@@ -139,6 +141,8 @@ def _made(table: Tensor, form: str, length: int) -> Tensor:
         table = table[..., _BOTH[1].index(kind)]
     if "heads" in then:
         table = table.squeeze(1 if table.size(1) == 1 else 2)
+    if "tokens first" in then:
+        table = table.transpose(0, 1)
     if "first rows" in then:
         table = table[..., :length, :]
     for unturned in [name for name in then if name in _UNTURNED]:  # Dynamo 2.11 intersects no keys with a list
