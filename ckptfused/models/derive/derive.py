@@ -212,7 +212,9 @@ def refuted_by(
 def _hold(proof: Proof, layer: nn.Module, here: Recording) -> Here:
     start = here.x if here.rest is None else here.rest.start
     if proof.tokens not in (0, start.shape[1]):
-        raise RefusedError(f"it was read at {proof.tokens} tokens, for its forward raises at fewer")
+        raise RefusedError(
+            f"it was read at {proof.tokens} tokens, for its forward raises or changes something at others"
+        )
     if proof.reading.seq_first and any(half and half.modulated for half in (proof.layout.attn, proof.layout.ffn)):
         raise RefusedError("vectors of each batch element beside an x that is [T, B, C]")
     for v in (here.x, here.y):

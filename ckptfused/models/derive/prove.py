@@ -18,7 +18,7 @@ from ckptfused.models.derive.factors import Factored, UnfactoredError
 from ckptfused.models.derive.normal_form import DerivedHalf, DerivedLayer, layout_of
 from ckptfused.models.derive.read import Form, read
 from ckptfused.models.derive.recording.evaluate import evaluated
-from ckptfused.models.derive.recording.record import RAISED, Recording, record
+from ckptfused.models.derive.recording.record import CHANGES, RAISED, Recording, record
 from ckptfused.models.derive.recording.recorder import Recorded, RefusedError
 from ckptfused.models.derive.structure import same_structure, same_window
 from ckptfused.models.derive.walk import Walk, close
@@ -47,7 +47,8 @@ class Proof(NamedTuple):
     errors: dict[str, float]
     """The largest relative error of the result and of every gradient, over all shapes."""
     tokens: int = 0
-    """The one length of which it is, where the forward raises at another (CLIP's mask has one); 0: of every length."""
+    """The one length of which it is, where the forward raises at another (CLIP's mask has one), or makes its tables
+    anew (ESM-2's); 0: of every length."""
 
 
 def prove(
@@ -71,7 +72,7 @@ def prove(
         if sizes.first:
             return _proved_with(*of, 0)  # what is alike may be no tables
         width = next(leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)).size(-1)
-        if not str(error).startswith(RAISED) or SHAPES[1].batch * sizes.tokens * width > MOST_VALUES:
+        if not str(error).startswith((RAISED, CHANGES)) or SHAPES[1].batch * sizes.tokens * width > MOST_VALUES:
             raise
         try:
             return _proved_with(*of, 0, sizes.tokens)

@@ -253,7 +253,7 @@ class Turned(Plain):
         self.cache: Any = {} if keeps == "dict" else []
 
     def tables(self, t: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        if t > self.length:
+        if t > self.length or (self.keeps == "one length" and t != self.length):
             angles = torch.outer(torch.arange(t).double(), 1e4 ** (-torch.arange(0, D, 2) / D))
             made = [f(torch.cat((angles, angles), -1)).to(like) for f in (torch.cos, torch.sin)]
             self.length = t
@@ -283,6 +283,18 @@ def test_tables_that_are_made_at_the_first_call(keeps: str, stacked: bool) -> No
     ckptfused.convert(converted)
     expected = [(12, True), (12, False), (7, False), (16, True), (16, False), (12, False)]
     for tokens, runs_as_written in expected:
+        with unfused() as reasons:
+            for a, b in zip(steps(plain, batch(tokens)), steps(converted, batch(tokens)), strict=True):
+                torch.testing.assert_close(b, a, rtol=1e-9, atol=1e-10)
+        assert bool(reasons) == runs_as_written, (tokens, reasons)
+
+
+def test_tables_that_are_made_anew_for_each_length() -> None:
+    """A length that comes again after another one is a change again (ESM-2); a loop that keeps to one is fused."""
+    plain = nn.Sequential(Turned("one length"), Turned("one length")).double()
+    converted = copy.deepcopy(plain)
+    ckptfused.convert(converted)
+    for tokens, runs_as_written in [(12, True), (12, False), (12, False), (16, True), (16, False), (16, False)]:
         with unfused() as reasons:
             for a, b in zip(steps(plain, batch(tokens)), steps(converted, batch(tokens)), strict=True):
                 torch.testing.assert_close(b, a, rtol=1e-9, atol=1e-10)

@@ -28,6 +28,7 @@ _ARGUMENTS = frozenset((int, float, bool, str, type(None), torch.dtype))
 """Types of what a module may be called with beside tensors, to be called so again."""
 WHOLE = "called_whole"
 """The call of a module that is not followed."""
+CHANGES = "its forward changes the layer's own attributes or buffers"
 RAISED = "its forward raised"
 """How the reason begins where a call was not one that the layer takes."""
 
@@ -199,7 +200,7 @@ def record(
     if random.getstate() != drawn or (recorder.state is not None and not torch.equal(after, recorder.state)):
         raise RefusedError("it draws random numbers beside those of dropout, or sets the state of a generator")
     if _state(layer) != state:
-        raise RefusedError("its forward changes the layer's own attributes or buffers")
+        raise RefusedError(CHANGES)
     left, tree_left = tree_flatten((args, kwargs))
     if tree_left != tree or any(a is not b for a, b in zip(given, left, strict=True)):
         raise RefusedError("its forward writes to a list or dict that it is given")
