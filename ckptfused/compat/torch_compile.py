@@ -81,3 +81,13 @@ def told_of_calls(tell: Callable[[], object]) -> AbstractContextManager[None]:
 def is_loaded() -> bool:
     """Whether anything may have been compiled: Dynamo was imported. `torch._dynamo`."""
     return "torch._dynamo" in sys.modules
+
+
+def untraced(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """A function that Dynamo leaves alone. Where a graph breaks around code, that runs, and what it calls is traced."""
+    return _disabled(function) if dynamo_at_work() is not None else function
+
+
+@functools.lru_cache(maxsize=16)
+def _disabled(function: Any) -> Any:
+    return torch.compiler.disable(function)

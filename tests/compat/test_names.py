@@ -642,3 +642,21 @@ def test_trl() -> None:
     assert made.FUSED_HEAD in inspect.getsource(utils.add_fused_lm_head)
     model, batch = nn.Linear(1, 1), {"input_ids": None}
     assert made.as_trained(model, batch) == batch
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
+def test_a_function_that_is_not_traced() -> None:
+    """Without Dynamo at work it is the function itself."""
+    seen: list[Any] = []
+
+    def look() -> None:
+        seen.append((torch.compiler.is_compiling(), torch_compile.dynamo_at_work()))
+
+    assert torch_compile.untraced(look) is look
+
+    def breaks_the_graph(x: Tensor) -> Tensor:
+        torch_compile.untraced(look)()
+        return x.sin()
+
+    torch.compile(breaks_the_graph, backend="eager")(torch.ones(2))
+    assert seen == [(False, None)]

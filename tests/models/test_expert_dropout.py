@@ -91,24 +91,98 @@ def test_bits_are_equal_for_every_keep() -> None:
 def test_a_call_that_peft_runs_raises() -> None:
     model = converted("qwen3-moe", 0.3)
     wrappers(model)[0].base_layer.register_forward_hook(lambda *_: None)
-    with pytest.raises(RuntimeError, match="PEFT runs this call and has no dropout on them: an inner"):
+    with pytest.raises(RuntimeError, match="which PEFT's own forward leaves out.*an inner wrapper has"):
         step(model)
     step(model.eval())
 
 
-@pytest.mark.parametrize("change", ["hook", "class"])
-def test_dropout_that_is_not_plain_is_said(change: str) -> None:
-    model = with_dropout(adapted(), 0.3)
+def _all_dropouts(model: Any, make: Any) -> None:
     for wrapper in wrappers(model):
-        if change == "hook":
-            wrapper.lora_dropout["default"].register_forward_hook(lambda *_: None)
-        else:
-            wrapper.lora_dropout["default"] = nn.AlphaDropout(0.3)
-    report = ckptfused.convert(model)
-    expected = f"adapter dropout of type {'Dropout' if change == 'hook' else 'AlphaDropout'}, or with a hook"
-    assert any(
-        "PEFT merges its adapters at each call, without their dropout" in n and expected in n for n in report.notes
-    )
+        for each in (wrapper, wrapper.base_layer):
+            each.lora_dropout["default"] = make()
+
+
+class _Own(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 0
+
+
+@pytest.mark.parametrize("make", [lambda: nn.AlphaDropout(0.3), _Own])
+def test_dropout_of_another_kind_is_said_before_convert_and_raises_after_it(make: Any) -> None:
+    model = adapted()
+    _all_dropouts(model, make)
+    merged = [note for note in ckptfused.convert(model).notes if "at each call, without their dropout" in note]
+    assert merged and f"adapter dropout of type {type(make()).__name__}" in merged[0]
+    model = converted("qwen3-moe", 0.3)
+    _all_dropouts(model, make)
+    with pytest.raises(RuntimeError, match=f"leaves out.*of type {type(make()).__name__}"):
+        step(model)
+
+
+def _hook(model: Any) -> None:
+    wrappers(model)[0].base_layer.base_layer.register_forward_hook(lambda *_: None)
+
+
+def test_adapters_that_stay_peft_s_are_named_if_they_have_dropout() -> None:
+    model = with_dropout(adapted(), 0.3)
+    _hook(model)
+    notes = [note for note in ckptfused.convert(model).notes if "without their dropout" in note]
+    assert len(notes) == 1 and "on no experts that run as one operation" in notes[0]
+    model = adapted()
+    _hook(model)
+    assert not any("dropout" in note or "merges" in note for note in ckptfused.convert(model).notes)
+
+
+def test_adapters_that_are_switched_off_or_inactive_have_none() -> None:
+    """A reference model is computed so: adapters off, in training."""
+    model, plain = converted("qwen3-moe", 0.3), adapted()
+    ids = torch.arange(18).view(2, 9)
+    with model.disable_adapter(), plain.disable_adapter(), torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, plain(ids).logits, rtol=1e-4, atol=1e-5)
+    model.merge_adapter()
+    with torch.no_grad():
+        model(ids)
+    model.unmerge_adapter()
+    model.add_adapter("other", model.peft_config["default"])
+    model.base_model.set_adapter("other")
+    wrappers(model)[0].base_layer.register_forward_hook(lambda *_: None)
+    step(model)
+
+
+def test_under_a_mode_of_somebody_s_it_raises() -> None:
+    class Passing(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    with Passing(), pytest.raises(RuntimeError, match="leaves out"):
+        step(converted("qwen3-moe", 0.3))
+
+
+def test_experts_may_be_called_by_keywords() -> None:
+    model = converted("qwen3-moe", 0.3)
+    x, ids, weights = torch.randn(5, 32), torch.tensor([[0, 1]] * 5), torch.rand(5, 2)
+    found = []
+    for call in (
+        lambda run: run(x, ids, weights),
+        lambda run: run(x, top_k_index=ids, top_k_weights=weights),
+        lambda run: run(x, ids, top_k_weights=weights),
+    ):
+        torch.manual_seed(2)
+        found.append(call(wrappers(model)[0]))
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+def test_no_generator_of_a_gpu_is_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`convert` tries code on small weights, and so does the first call of shared experts."""
+    models = [with_dropout(adapted(name), 0.3) for name in ("qwen3-moe", "deepseek-v3")]
+    seeds: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
+    for model in models:
+        state = torch.get_rng_state()
+        ckptfused.convert(model)
+        assert torch.equal(state, torch.get_rng_state())
+        step(model)
+    assert not seeds
 
 
 def test_it_is_predicted_as_it_runs() -> None:

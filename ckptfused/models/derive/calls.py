@@ -20,7 +20,7 @@ from ckptfused.models.derive.flash import runs_flash
 from ckptfused.models.derive.layer_state import KNOWN, LayerState
 from ckptfused.models.derive.normal_form import DerivedLayer
 from ckptfused.models.derive.recording.evaluate import Rest, evaluated, recalled
-from ckptfused.models.derive.recording.record import held_value
+from ckptfused.models.derive.recording.held import held_value
 from ckptfused.models.derive.recording.recorder import Recorded, Value
 from ckptfused.models.derive.rules.rotations import says_twice
 from ckptfused.models.derive.untouched import untouched
@@ -62,8 +62,8 @@ class Ready(NamedTuple):
     """Names and places, as `outer`, of what the rest takes beside what it starts from."""
     why: str = ""
     """Why there is a rest."""
-    tables: tuple[tuple[int, tuple[str, str, int]], ...] = ()
-    """The places of rotary tables among the leaves, and how they are read: form, kind and width."""
+    tables: tuple[tuple[str, tuple[str, str, int]], ...] = ()
+    """The names of rotary tables, and how they are read: form, kind and width."""
 
     def called(self, modules: _Modules) -> list[nn.Module]:
         """The modules of a layer that are called as such."""
@@ -168,7 +168,7 @@ def outer_tensor(made: Ready, modules: Any, leaves: list[Any], name: str, known:
     """What the layer holds, or computes of that and of arguments; vectors and coefficients anew at each call, for
     they have gradients. known: what was computed so in this call.
     """
-    if name not in made.recipes:
+    if torch.compiler.is_compiling() or name not in made.recipes:  # there are none while it compiles
         return held_tensor(modules, name)
 
     def given(root: str) -> Any:
@@ -238,35 +238,36 @@ def _proved(kind: _Kind, layer: nn.Module, call: Any, form: Hashable, leaves: li
         if made.proof is not None:
             found = refuted_by(made.proof, layer, args, kwargs, placed=kind.placed)
             if isinstance(found, Here):
-                return _to_be_called(made._replace(here=found), leaves, where)
+                return _to_be_called(made._replace(here=found), layer, leaves, where)
             why = found
     if len(tried) >= MOST_TRIES:
         return Reason(why)
     made = derive(layer, args, kwargs, placed=kind.placed)
     tried.append(made)
-    return Reason(made.why) if made.proof is None else _to_be_called(made, leaves, where)
+    return Reason(made.why) if made.proof is None else _to_be_called(made, layer, leaves, where)
 
 
-def _to_be_called(made: Derivation, leaves: list[Any], where: int) -> Ready | Reason:
+def _to_be_called(made: Derivation, layer: nn.Module, leaves: list[Any], where: int) -> Ready | Reason:
     proof = made.proof
     assert proof is not None
     recording = proof.recordings[0]
     if any(type(leaf) not in _PLAIN for leaf in recording.leaves):
         return Reason("it returns what is no tensor beside its result")
     outer = tuple((t.name, _place(t.name)) for t in proof.layout.outer)
-    tables = []
-    for t in (proof.layout.cos, proof.layout.sin):
-        attn = proof.layout.attn
-        if t is not None and attn is not None and (i := _place(t.name)) >= 0:
-            tables.append((i, (t.form, *attn.numbers[3:5])))
-            if not says_twice(leaves[i], *tables[-1][1]):
-                return Reason(HALVES_DIFFER)
+    attn = proof.layout.attn
+    tables = () if attn is None else (proof.layout.cos, proof.layout.sin)
+    read = tuple((t.name, (t.form, *attn.numbers[3:5])) for t in tables if t is not None and attn is not None)
     leaves_of = tuple(recording.leaves)
     rest = made.here.rest
     beside = () if rest is None else tuple((name, _place(name)) for name in rest.given)
     here = made.here
     of_call = (made.layout, where, outer, recording.place, leaves_of, recording.tree, here.recipes, here.returned)
-    return Ready(*of_call, rest, beside, made.why, tuple(tables))
+    found = Ready(*of_call, rest, beside, made.why, read)
+    for name, how in read:
+        i = _place(name)
+        if not says_twice(leaves[i] if i >= 0 else outer_tensor(found, layer, leaves, name, {}), *how):
+            return Reason(HALVES_DIFFER)
+    return found
 
 
 def _place(name: str) -> int:

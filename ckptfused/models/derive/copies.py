@@ -19,7 +19,7 @@ from ckptfused.layer.quantized import is_quantized, stack_numbers, unparametrize
 from ckptfused.layer.shards import is_fully_sharded
 from ckptfused.layer.source import is_patched
 from ckptfused.models.derive.factors import stand_in
-from ckptfused.models.derive.recording.record import held_by
+from ckptfused.models.derive.recording.held import held_by
 from ckptfused.models.derive.recording.recorder import RefusedError
 from ckptfused.models.derive.rules.mask_forms import HIDES
 from ckptfused.models.derive.rules.rotations import MOST_FIRST, like_table
@@ -95,7 +95,7 @@ def layer_copy(
         for key, t in held_by(module):
             if isinstance(t, Tensor):
                 memo.setdefault(id(t), made(data_behind(t).detach(), False))
-            elif not isinstance(t, _COPIED):
+            elif not (isinstance(t, _COPIED) or key.endswith("]")):
                 memo[id(t)] = t
             if key == "forward" and module is not layer and is_patched(module):
                 raise RefusedError("a module within has a forward of its own")

@@ -18,13 +18,13 @@ from ckptfused.models.derive.opaque import CAST_CALLS, Opaque
 from ckptfused.models.derive.prove import Proof, prove
 from ckptfused.models.derive.recording.draws import DRAWS
 from ckptfused.models.derive.recording.evaluate import NOTHING, Rest, evaluated
+from ckptfused.models.derive.recording.held import tensors_held
 from ckptfused.models.derive.recording.record import (
     RAISED,
     Recording,
     forgotten_afterwards,
     record,
     refuse_objects,
-    tensors_held,
     turned_round,
 )
 from ckptfused.models.derive.recording.recorder import Recorded, RefusedError, Value
@@ -227,13 +227,16 @@ def _hold(proof: Proof, layer: nn.Module, here: Recording) -> Here:
             raise RefusedError(f"{call.op} rounds to {call.values[0].data.dtype}", call)
         if call.op in CAST_CALLS and call.modes is not None and call.modes.casts != here.modes.casts:
             raise RefusedError(f"{call.op} under another autocast than the layer's", call)
-    (number, kind), window = proof.layout.own_mask, 0
+    (number, index, kind), window = proof.layout.own_mask, 0
     kept = [call.number for call in proof.recordings[0].before(proof.recordings[0].y)]
     tokens = here.x.shape[1]
     if number >= 0 and tokens > 1:  # of one token it hides nothing, or all
         mask = _matching(proof.recordings[0], here, kept.index(number))
-        buffers = {f"buffer:{name}": data_behind(t).cpu() for name, t in tensors_held(layer)}
-        made = evaluated(mask.values[0], buffers.__getitem__, torch.device("cpu"))
+        held = {f"buffer:{name}": t for name, t in tensors_held(layer)}
+        if any(held[name].requires_grad for name in here.names_behind(mask.values[index]) & held.keys()):
+            raise RefusedError("a mask needs a gradient", mask)
+        buffers = {name: data_behind(t).cpu() for name, t in held.items()}
+        made = evaluated(mask.values[index], buffers.__getitem__, torch.device("cpu"))
         seen = seen_by_place(made, kind, tokens, tokens)
         if seen is None or seen[0] != proof.layout.causal or not same_window(proof.layout.window, seen[1], tokens):
             raise RefusedError(f"its own mask is another one at {tokens} tokens", mask)

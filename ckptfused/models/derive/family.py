@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ckptfused.compat.pytree import tree_flatten
+from ckptfused.compat.torch_compile import untraced
 from ckptfused.layer.facts import elsewhere
 from ckptfused.layer.hooks import LENT, lent_weights
 from ckptfused.layer.parts import Reason
@@ -65,22 +66,23 @@ class Derived(Family):
         if torch.compiler.is_compiling():
             found, held, flash = ready_in_compiler(layer, args, kwargs, where), layer, runs_flash(layer)
         else:
-            one = seen(layer)
+            one = untraced(seen)(layer)
             if isinstance(one, Reason):
                 return one
             if one.state.why:
                 return Reason(one.state.why)
-            found, held, flash = ready(one, layer, (args, kwargs), leaves, tree, where), one.modules, one.flash
+            found = untraced(ready)(one, layer, (args, kwargs), leaves, tree, where)
+            held, flash = one.modules, one.flash
             if (why := one.state.watched(() if isinstance(found, Reason) else found.called(held))) is not None:
                 return why
         if isinstance(found, Reason):
             return found
-        if not all(still_says_twice(leaves[i], *how) for i, how in found.tables):
-            return Reason(HALVES_DIFFER)
         known: dict[Any, Tensor] = {}
         outer = {
             name: leaves[i] if i >= 0 else outer_tensor(found, held, leaves, name, known) for name, i in found.outer
         }
+        if not all(still_says_twice(outer[name], *how) for name, how in found.tables):
+            return Reason(HALVES_DIFFER)
         inputs = found.layout.inputs(leaves[found.x], outer)
         if flash and not inputs.seq_first and inputs.masks.mask is None and inputs.masks.padding is None:
             bounds = packed(layer, inputs.x, args, kwargs)

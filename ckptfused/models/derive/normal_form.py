@@ -81,8 +81,9 @@ class DerivedLayer(NamedTuple):
     """How far back a query sees by the layer's own mask, at the length of the call; 0: all the way."""
     also: tuple[tuple[Outer, str], ...] = ()
     """Masks beside these, with their kinds: what `mask` and they say is made once and shared by all layers."""
-    own_mask: tuple[int, str] = (-1, "")
-    """The causal mask that the layer makes itself: its call's number in the recording, and its kind."""
+    own_mask: tuple[int, int, str] = (-1, 0, "")
+    """The mask by place that the layer makes itself: its call's number in the recording, its place among what that
+    makes, and its kind."""
     q_scale: Outer | None = None
     """Factors of q by position."""
     seq_first: bool = False
@@ -197,11 +198,11 @@ def layout_of(form: Form, walk: Walk, layer: nn.Module) -> DerivedLayer:
     return found._replace(attn=attn, ffn=ffn)
 
 
-def _own_mask(core: Core) -> tuple[int, str]:
+def _own_mask(core: Core) -> tuple[int, int, str]:
     if core.constant is None:
-        return -1, ""
+        return -1, 0, ""
     assert core.constant.call is not None
-    return core.constant.call.number, core.constant_kind
+    return core.constant.call.number, core.constant.index, core.constant_kind
 
 
 def _scale(scale: float, head_dim: int) -> float | None:

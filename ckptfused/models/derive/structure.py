@@ -10,6 +10,7 @@ from ckptfused.compat.pytree import tree_leaves
 from ckptfused.models.derive.copies import Sizes
 from ckptfused.models.derive.recording.record import Recording
 from ckptfused.models.derive.recording.recorder import Recorded, RefusedError
+from ckptfused.models.derive.rules.mask_forms import HIDES
 from ckptfused.models.derive.rules.rotations import MOST_FIRST
 
 _CASTS = ("to", "float", "double", "type", "type_as", "contiguous", "clone")
@@ -59,7 +60,7 @@ def _steps(a: Recording) -> list[Any]:
             continue
         places[call.number] = len(steps)
         numbers = tuple(
-            -torch.inf if type(n) is float and n <= -5e8 else n
+            -torch.inf if type(n) is float and n <= HIDES else n
             for n in call.numbers
             if isinstance(n, float | bool | str | type(None))
         )

@@ -17,7 +17,7 @@ from ckptfused.layer.hooks import EVERYWHERE, hooked, hooked_everywhere
 from ckptfused.layer.parts import Reason
 from ckptfused.layer.peft import is_lora
 from ckptfused.layer.source import class_name
-from ckptfused.models.experts.read import SMALL, nearly_equal, on_small_weights, small_experts
+from ckptfused.models.experts.read import SMALL, nearly_equal, on_small_weights, small_experts, trying
 from ckptfused.spec.experts import ExpertsSpec
 
 
@@ -58,13 +58,24 @@ def wrapped(module: Any) -> nn.Module:
     return module  # type: ignore[no-any-return]
 
 
-def drops(wrapper: Any) -> bool:
-    """Whether dropout on adapters of experts is on, which PEFT's own forward does not have."""
+def drops(wrapper: Any, now: bool = True) -> bool:
+    """Whether adapters on parameters have dropout, which PEFT's own forward leaves out. now: at this call; if not,
+    whenever they are trained."""
     while is_wrapper(wrapper):
-        if any(isinstance(m, nn.Dropout) and m.training and m.p > 0 for m in wrapper.lora_dropout.values()):
-            return True
+        if not (wrapper.disable_adapters or wrapper.merged):
+            dropouts = (wrapper.lora_dropout[name] for name in _active(wrapper))
+            if any(_drops(module) and (module.training or not now) for module in dropouts):
+                return True
         wrapper = wrapper.base_layer
     return False
+
+
+def _drops(module: nn.Module) -> bool:
+    return type(module) is not nn.Identity and (type(module) is not nn.Dropout or module.p > 0)
+
+
+def _active(wrapper: Any) -> list[str]:
+    return [name for name in wrapper.active_adapters if name in wrapper.lora_A]
 
 
 def read_adapters(wrapper: Any) -> Adapters | Reason:
@@ -79,7 +90,7 @@ def read_adapters(wrapper: Any) -> Adapters | Reason:
             return Reason("an inner wrapper has a hook or a forward of its own")
         if module.disable_adapters or module.merged:
             return Reason("its adapters are merged or switched off")
-        names = [name for name in module.active_adapters if name in module.lora_A]
+        names = _active(module)
         if len(names) > 1 or module.parameter_name in pairs:
             return Reason("several adapters on one weight")
         for name in names:
@@ -135,8 +146,7 @@ def unproved(wrapper: Any, spec: ExpertsSpec) -> Reason | None:
     if isinstance(found := read_adapters(wrapper), Reason):
         return found
     try:
-        with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.random.fork_rng(devices=()):
-            torch.manual_seed(0)
+        with trying():
             base: Any = wrapped(wrapper)
             small = _small(wrapper, small_experts(base))
             found = read_adapters(small)

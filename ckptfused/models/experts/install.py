@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ckptfused.compat.torch_compile import constant_result
+from ckptfused.compat.torch_dispatch import function_modes
 from ckptfused.compat.transformers import experts_functions, experts_implementation, own_experts_forward
 from ckptfused.cost.open_ledger import counting
 from ckptfused.layer.parts import Reason
@@ -27,6 +28,8 @@ from ckptfused.spec import Quantized
 from ckptfused.spec.experts import ExpertsSpec, parse_experts
 
 NAME = "ckptfused"
+_ROUTING = ("top_k_index", "top_k_weights")
+_OTHERWISE = Reason("the experts are called with something else than rows, ids and weights")
 WITHOUT_DATA = Reason("nothing is computed on the meta device")
 
 
@@ -98,18 +101,22 @@ class AdaptedForward:
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The op with the adapters, or, where it is not this call's, PEFT's own forward. **Raises** `RuntimeError` if
         that leaves out dropout."""
-        added = self._adapters(x, args, kwargs)
+        routing = (*args, *(kwargs[name] for name in _ROUTING[len(args) :] if name in kwargs))
+        added = self._adapters(x) if len(routing) == len(args) + len(kwargs) == 2 else _OTHERWISE
         if not isinstance(added, Reason):
-            ids, scores = args
+            ids, scores = routing
             return _by_op(wrapped(self.wrapper), x, ids, scores, added)
-        if drops(self.wrapper) and not x.is_meta and not _by_mode():
-            raise RuntimeError(f"adapters on experts: PEFT runs this call and has no dropout on them: {added.text}")
+        if drops(self.wrapper) and type(x) is Tensor and not x.is_meta and not _is_read():
+            raise RuntimeError(
+                f"adapters on experts have dropout, which PEFT's own forward leaves out, and it has to run this call: "
+                f"{added.text}. Convert the model as it is now, or take their dropout away"
+            )
         return type(self.wrapper).forward(self.wrapper, x, *args, **kwargs)  # type: ignore[no-any-return]
 
-    def _adapters(self, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Adapters | Reason:
+    def _adapters(self, x: Tensor) -> Adapters | Reason:
         module: Any = wrapped(self.wrapper)
-        if len(args) != 2 or kwargs or not is_converted(module):
-            return Reason("it is called by keywords, or its experts are not converted")
+        if not is_converted(module):
+            return Reason("the experts are not converted")
         return why_original(module, x) or read_adapters(self.wrapper)
 
 
@@ -126,6 +133,11 @@ def why_original(module: Any, x: Tensor) -> Reason | None:
 
 def _by_mode() -> bool:
     return not torch.compiler.is_compiling() and under_foreign_mode()
+
+
+def _is_read() -> bool:
+    """Whether a mode of ckptfused's own follows what is called: nothing is trained then."""
+    return any(type(mode).__module__.startswith("ckptfused.") for mode in function_modes())
 
 
 def is_converted(module: nn.Module) -> bool:
@@ -167,15 +179,18 @@ def _convert_adapters(named: dict[str, nn.Module]) -> tuple[str, ...]:
     inner = {module.base_layer for module in wrappers.values()}
     for name, module in wrappers.items():
         base: Any = wrapped(module)
-        if module in inner or not is_converted(base):
+        if module in inner:
             continue
-        why = unproved(module, base.config.spec)
+        why = unproved(module, base.config.spec) if is_converted(base) else _NO_EXPERTS
+        dropped = ", without their dropout" if drops(module, now=False) else ""
         if why is None:
             module.forward = AdaptedForward(module)
-        else:
-            dropped = ", without their dropout" if drops(module) else ""
+        elif dropped or why is not _NO_EXPERTS:
             left.setdefault(f"{dropped}: {why.text}", []).append(name)
     return tuple(f"{_run(names)}: PEFT merges its adapters at each call{why}" for why, names in left.items())
+
+
+_NO_EXPERTS = Reason("they are on no experts that run as one operation")
 
 
 def _run(names: list[str]) -> str:

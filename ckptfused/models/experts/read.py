@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -124,14 +125,22 @@ def read_experts(module: Any, implementation: Any, gathered_later: bool = False)
     if (why := watched(module, "it") or _unusable(module, weights, gathered_later)) is not None:
         return why
     try:
-        with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.random.fork_rng(devices=()):
+        with trying():
             return _proved(module)
     except Exception as error:  # of code that was not read
         return Reason(f"it could not be tried on small weights ({type(error).__name__}: {error})")
 
 
+@contextmanager
+def trying() -> Iterator[None]:
+    """A context in which code is tried on small weights: its random numbers are the same each time, and the generators
+    of CPU and GPUs stay as they are (`torch.manual_seed` is for all devices)."""
+    with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.random.fork_rng(devices=()):
+        torch.default_generator.manual_seed(0)
+        yield
+
+
 def _proved(module: Any) -> ExpertsSpec | Reason:
-    torch.manual_seed(0)
     small = small_experts(module)
     values = torch.randn(64, SMALL.hidden * (2 if module.has_gate else 1), dtype=torch.float64)
     values = torch.cat((values, values * 10))

@@ -19,7 +19,7 @@ from ckptfused.layer.projections import activation as activation_of
 from ckptfused.layer.quantized import unparametrized
 from ckptfused.layer.sdpa import same_sdpa
 from ckptfused.layer.spec_text import Mode
-from ckptfused.models.experts.read import SMALL, nearly_equal
+from ckptfused.models.experts.read import SMALL, nearly_equal, trying
 from ckptfused.state.undone import without_trace
 
 _NAMES = ("gate_proj", "up_proj", "down_proj")
@@ -64,7 +64,7 @@ def unproved(module: Any) -> Reason | None:
     known = _proved.get(module)
     if known is None or known[0] != key:
         try:
-            with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.random.fork_rng(devices=()):
+            with trying():
                 known = key, _tried(module)
         except Exception as error:  # of code that was not read
             known = key, Reason(f"it could not be tried on small weights ({type(error).__name__}: {error})")
@@ -77,7 +77,6 @@ def _plain(module: nn.Module) -> tuple[tuple[str, Any], ...]:
 
 
 def _tried(module: Any) -> Reason | None:
-    torch.manual_seed(0)
     gated = module._modules.get(_NAMES[0]) is not None
     if {*module._modules} - {"act_fn"} != {*_NAMES[not gated :]}:
         return Reason("it has other parts than an MLP")

@@ -33,7 +33,14 @@ class Written(Plain):
         self.register_buffer("far", -0.1 * (torch.arange(300)[:, None] - torch.arange(300)).abs(), persistent=False)
         slopes = torch.tensor([0.5, 0.25, 0.1, 0.05])[:, None, None]
         self.register_buffer("alibi", (slopes * self.far).masked_fill(self.ones == 0, -math.inf), persistent=False)
-        self.bias = nn.Parameter(torch.randn(H, 300, 300))
+        apart = torch.arange(300)[:, None] - torch.arange(300)
+        near, later = self.ones * (apart < 16), torch.where(apart < 0, -1e9, -0.2 * (apart - 8).clamp(min=0))
+        self.register_buffer("near", near, persistent=False)
+        self.register_buffer("reach", (apart < 16).float(), persistent=False)
+        self.register_buffer("later", later, persistent=False)
+        blocks = (torch.arange(300)[:, None] // 9 == torch.arange(300) // 9).float()
+        self.register_buffer("blocks", blocks, persistent=False)
+        self.bias, self.number = nn.Parameter(torch.randn(H, 300, 300)), nn.Parameter(torch.tensor(1.7))
 
     def seen(self, w: Tensor, of: str = "ones") -> Tensor:
         t: Tensor = getattr(self, of)[..., : w.size(-2), : w.size(-1)]
@@ -65,6 +72,10 @@ def _times(large: float) -> Callable[[Any, Tensor], Tensor]:
 
 def _plus(large: float) -> Callable[[Any, Tensor], Tensor]:
     return lambda block, w: (1 - block.seen(w)) * -large + block.seen(w) * w
+
+
+def _shown(w: Tensor, mask: Tensor) -> Tensor:
+    return w * mask - 1e10 * (1 - mask)
 
 
 def _where(fill: float) -> Callable[[Any, Tensor], Tensor]:
@@ -112,6 +123,12 @@ OTHERS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "a clamp from above": lambda block, w: _added(-math.inf)(block, w).clamp(max=0.3),
     "a clamp from both sides": lambda block, w: _added(-math.inf)(block, w).clamp(min=-1e30, max=0.3),
     "a bias that is trained": lambda block, w: w + block.bias[:, : w.size(-2), : w.size(-1)],
+    "a number of a weight": lambda block, w: _added(-math.inf)(block, w) / torch.tensor(block.number),
+    "two masks of its own": lambda block, w: _filled(LEAST)(block, w).masked_fill(block.seen(w, "reach") == 0, LEAST),
+    "two masks that multiply": lambda block, w: _shown(_shown(w, block.seen(w)), block.seen(w, "near")),
+    "multiplied by one mask of two": lambda block, w: w * block.seen(w) - 1e10 * (1 - block.seen(w, "near")),
+    "a mask that multiplies, and a bias": lambda block, w: w * block.seen(w) + block.seen(w, "later"),
+    "a mask by blocks that multiplies": lambda block, w: _shown(w, block.seen(w, "blocks")),
     "over a number of the layer's": lambda block, w: _added(-math.inf)(block, w) / block.ones.sum(),
 }
 
@@ -119,11 +136,11 @@ OTHERS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 @pytest.mark.parametrize("logits", FUSED.values(), ids=FUSED)
 def test_masks_in_other_words(logits: Callable[[Any, Tensor], Tensor]) -> None:
     block = Written(logits)
-    block.bias.requires_grad_(False)
-    del block.bias
+    del block.bias, block.number
     both(block, "fused")
 
 
+@pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
 @pytest.mark.parametrize("logits", OTHERS.values(), ids=OTHERS)
 def test_other_logits_are_no_masks(logits: Callable[[Any, Tensor], Tensor]) -> None:
     """Their FFN half is fused: gradients are those of the block as written in either case."""
@@ -133,7 +150,7 @@ def test_other_logits_are_no_masks(logits: Callable[[Any, Tensor], Tensor]) -> N
     ckptfused.convert(converted)
     found = derive(block, (batch(12),), {})
     assert found.proof is None or found.why, found.proof
-    for tokens in (12, 7):
+    for tokens in (12, 7, 40):
         leaf = batch(tokens).requires_grad_()
         for model in (plain, converted):
             model.zero_grad()
@@ -148,7 +165,7 @@ def test_other_logits_are_no_masks(logits: Callable[[Any, Tensor], Tensor]) -> N
 def test_a_mask_that_it_holds_is_read_at_each_call() -> None:
     plain = nn.Sequential(*(Written(FUSED["what it holds is added (ALiBi)"]) for _ in range(2))).double()
     for block in plain:
-        del block.bias
+        del block.bias, block.number
     converted = copy.deepcopy(plain)
     ckptfused.convert(converted)
     steps(converted, batch(12))
@@ -158,6 +175,42 @@ def test_a_mask_that_it_holds_is_read_at_each_call() -> None:
         for a, b in zip(steps(plain, batch(12)), steps(converted, batch(12)), strict=True):
             torch.testing.assert_close(b, a, rtol=1e-9, atol=1e-10)
     assert not reasons
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3, 6])
+def test_a_bias_of_each_head_whatever_their_number(heads: int) -> None:
+    """A batch of as many as there are heads, as in a proof, is another thing."""
+
+    class Biased(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            apart = (torch.arange(300)[:, None] - torch.arange(300)).abs()
+            self.register_buffer("far", -torch.rand(heads, 1, 1) * apart)
+
+        def heads(self, x: Tensor) -> Any:
+            return (t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in self.qkv(self.n1(x)).chunk(3, -1))
+
+        def attn(self, x: Tensor) -> Tensor:
+            return self.attend(*self.heads(x), self.far[:, : x.size(1), : x.size(1)])
+
+    both(Biased(), "fused")
+
+
+def test_a_mask_that_needs_a_gradient_gets_one() -> None:
+    block = Plain()
+    mask = torch.full((60, 60), -1e9).triu(1).double().requires_grad_()
+    block.mask = mask  # type: ignore[assignment]
+    block.attn = lambda x: Plain.attend(block, *block.heads(x), block.mask[: x.size(1), : x.size(1)])  # type: ignore
+    plain = nn.Sequential(block).double()
+    found = []
+    for convert in (False, True):
+        if convert:
+            ckptfused.convert(plain)
+        plain(batch(12)).square().sum().backward()
+        assert mask.grad is not None
+        found.append(mask.grad.clone())
+        mask.grad = None
+    torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-10)
 
 
 class Packed(Plain):
@@ -301,6 +354,125 @@ def test_tables_that_are_made_anew_for_each_length() -> None:
         assert bool(reasons) == runs_as_written, (tokens, reasons)
 
 
+class Held(Plain):
+    """A block with tables that it holds, `how` saying in what and under which name."""
+
+    def __init__(self, how: str, first: int = 0, interleaved: bool = False, sign: float = 1.0) -> None:
+        super().__init__()
+        self.how, self.interleaved, self.sign = how, interleaved, sign
+        at = (torch.arange(300) - first).clamp(min=0).double()
+        angles = torch.outer(at, 1e4 ** (-torch.arange(0, D, 2) / D))
+        angles = angles.repeat_interleave(2, -1) if interleaved else torch.cat((angles, angles), -1)
+        cos, sin = angles.cos(), angles.sin()
+        self.cache: Any = {0: sin, "0": cos, "": sin} if how == "keys alike" else {"a.b": cos, "c": sin}
+        if how == "a colon":
+            self.register_buffer("rope:cos", cos)
+            self.register_buffer("rope:sin", sin)
+        elif how == "buffers":
+            self.register_buffer("cos", cos)
+            self.register_buffer("sin", sin)
+        elif how == "dict":
+            self.cache = {"cos": cos, "sin": sin}
+
+    def tables(self) -> tuple[Tensor, Tensor]:
+        if self.how in ("buffers", "dict"):
+            return (self.cos, self.sin) if self.how == "buffers" else (self.cache["cos"], self.cache["sin"])
+        if self.how == "a colon":
+            return getattr(self, "rope:cos"), getattr(self, "rope:sin")
+        return (self.cache["0"], self.cache[0]) if self.how == "keys alike" else (self.cache["a.b"], self.cache["c"])
+
+    def heads(self, x: Tensor) -> Any:
+        q, k, v = super().heads(x)
+        cos, sin = (t[: x.size(1)].to(x.dtype) for t in self.tables())
+        turned = torch.stack((-q[..., 1::2], q[..., ::2]), -1).flatten(-2) if self.interleaved else halves(q)
+        other = torch.stack((-k[..., 1::2], k[..., ::2]), -1).flatten(-2) if self.interleaved else halves(k)
+        if self.sign < 0:
+            return q * cos - turned * sin, k * cos - other * sin, v
+        return q * cos + turned * sin, k * cos + other * sin, v
+
+
+@pytest.mark.parametrize("how", ["buffers", "dict", "a colon", "keys alike", "a key with a dot"])
+def test_tables_that_it_holds(how: str) -> None:
+    alike(Held(how), "generic" if how == "a key with a dot" else "fused")
+
+
+@pytest.mark.parametrize("how", ["buffers", "dict"])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("first", [3, 6, 9])
+def test_tables_that_turn_nothing_in_their_first_rows(first: int, sign: float, interleaved: bool, how: str) -> None:
+    """What the few tokens of a proof do not tell is not guessed."""
+    block = Held(how, first, interleaved, sign)
+    plain = nn.Sequential(block, copy.deepcopy(block)).double()
+    converted = copy.deepcopy(plain)
+    ckptfused.convert(converted)
+    for tokens in (12, 40):
+        for a, b in zip(steps(plain, batch(tokens)), steps(converted, batch(tokens)), strict=True):
+            torch.testing.assert_close(b, a, rtol=1e-9, atol=1e-10)
+
+
+def test_tables_whose_halves_differ_further_on() -> None:
+    block = Held("buffers")
+    block.cos[20:, : D // 2] *= 0.5
+    plain = nn.Sequential(block, copy.deepcopy(block)).double()
+    converted = copy.deepcopy(plain)
+    ckptfused.convert(converted)
+    for tokens in (12, 40):
+        for a, b in zip(steps(plain, batch(tokens)), steps(converted, batch(tokens)), strict=True):
+            torch.testing.assert_close(b, a, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("how", ["buffers", "dict"])
+def test_compiled_they_are_read_at_each_call(how: str) -> None:
+    plain = nn.Sequential(Held(how), Held(how)).double()
+    converted = copy.deepcopy(plain)
+    ckptfused.convert(converted)
+    compiled = torch.compile(converted, backend="eager")
+    torch.testing.assert_close(compiled(batch(12)), plain(batch(12)))
+    for model in (plain, converted):
+        model[1].tables()[1].mul_(-1)
+    torch.testing.assert_close(compiled(batch(12)), plain(batch(12)))
+
+
+def test_which_of_two_masks_a_call_makes_counts() -> None:
+    """The second of two, a window, is another one than the first at a length."""
+
+    class Either(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            apart = torch.arange(300)[:, None] - torch.arange(300)
+            self.register_buffer("masks", torch.stack((apart >= 0, (apart >= 0) & (apart < 16))))
+
+        def attn(self, x: Tensor) -> Tensor:
+            _, near = self.masks[:, : x.size(1), : x.size(1)].unbind(0)
+            q, k, v = self.heads(x)
+            w = torch.where(near, q @ k.transpose(-1, -2) / D**0.5, LEAST)
+            return self.o((w.softmax(-1) @ v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+    plain = nn.Sequential(Either(), Either()).double()
+    converted = copy.deepcopy(plain)
+    ckptfused.convert(converted)
+    for tokens in (12, 40):
+        for a, b in zip(steps(plain, batch(tokens)), steps(converted, batch(tokens)), strict=True):
+            torch.testing.assert_close(b, a, rtol=1e-9, atol=1e-10)
+
+
+def test_methods_in_a_list_are_the_copys() -> None:
+    class Steps(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.steps = [self.attn, self.ffn]
+
+        def forward(self, x: Tensor) -> Tensor:
+            for step in self.steps:
+                x = x + step(x)
+            return x
+
+    block = Steps()
+    found = derive(block.double(), (batch(12),), {})
+    assert found.proof is not None and not found.why, found.why
+
+
 class OfOneLength(Plain):
     """A block whose mask has one length (CLIP's text model)."""
 
@@ -334,7 +506,8 @@ class FromEight(OfOneLength):
         if x.size(1) < 8:
             raise RuntimeError("eight tokens or more")
         q, k, v = self.heads(x)
-        return self.attend(q * math.log(x.size(1)), k, v)
+        w = q @ k.transpose(-1, -2) * torch.full([], x.size(1)).to(x) * 0.05
+        return self.o((w.softmax(-1) @ v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
 def test_what_is_read_at_one_length_holds_of_no_other() -> None:

@@ -18,7 +18,7 @@ from ckptfused.models.derive.copies import layer_copy
 from ckptfused.models.derive.derive import Derivation, derive
 from ckptfused.models.derive.prove import leaves_of, proved_call
 from ckptfused.models.derive.recording.evaluate import Rest, evaluated
-from ckptfused.models.derive.recording.record import tensors_held
+from ckptfused.models.derive.recording.held import tensors_held
 from ckptfused.ops.call import Call
 from tests.cases import by_turns
 from tests.models.derive.coefficients import IN_XIELU, XIELU

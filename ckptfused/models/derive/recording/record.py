@@ -18,6 +18,7 @@ from ckptfused.compat.pytree import tree_flatten, tree_unflatten
 from ckptfused.models.derive.namespaces import slotted
 from ckptfused.models.derive.recording.draws import DRAWS
 from ckptfused.models.derive.recording.evaluate import NOTHING, Rest, calls_behind
+from ckptfused.models.derive.recording.held import BOOKS, tensors_held
 from ckptfused.models.derive.recording.in_place import writes
 from ckptfused.models.derive.recording.names import function_name
 from ckptfused.models.derive.recording.recorder import CallRecorder, Recorded, RefusedError, Value
@@ -62,6 +63,11 @@ class Recording:
         whole: a call of a module by the layer is one.
         """
         return calls_behind(ends, (since,), self.returned if whole else NOTHING)
+
+    def names_behind(self, v: Value) -> set[str]:
+        """The names of what a value comes from."""
+        names = {v.name} if v.call is None else set()
+        return names.union(*({i.name for i in call.inputs if i.call is None} for call in self.before(v)))
 
     def drawn(self) -> dict[Value, Tensor]:
         """The random numbers beside dropout's, as they were drawn."""
@@ -222,32 +228,6 @@ def _weights_unasked(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     return asked is False or (asked is None and _ASKS in bound.arguments)
 
 
-def tensors_held(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that modules hold beside parameters, by name: buffers, plain attributes, and what lies in these."""
-    for name, module in layer.named_modules():
-        for key, t in held_by(module):
-            if isinstance(t, Tensor):
-                yield f"{name}.{key}".lstrip("."), t
-
-
-def held_by(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Buffers and attributes of a module by name, and `cache:0` what lies in a list, tuple or dict among them."""
-    for key, held in (*module._buffers.items(), *vars(module).items()):
-        yield key, held
-        if key not in _BOOKS and type(held) in (list, tuple, dict):
-            items = held.items() if isinstance(held, dict) else enumerate(held)
-            yield from ((f"{key}:{item}", v) for item, v in items if type(item) in (int, str) and "." not in str(item))
-
-
-def held_value(module: nn.Module, key: str) -> Any:
-    """What `held_by` gives this name."""
-    key, _, item = key.partition(":")
-    held = getattr(module, key)
-    if not item:
-        return held
-    return held[item] if isinstance(held, dict) and item in held else held[int(item)]
-
-
 def _state(layer: nn.Module) -> Any:
     """What a forward could change: attributes of modules and of what they hold, and tensors by identity and version."""
     seen: set[int] = set()
@@ -256,13 +236,11 @@ def _state(layer: nn.Module) -> Any:
         for module in layer.modules()
         if not _is_ours(module)
         for key, v in (*vars(module).items(), *module._buffers.items(), *module._parameters.items())
-        if key not in _BOOKS
+        if key not in BOOKS
     ]
 
 
 _PLAIN: Any = (int, float, str, bool, type(None))
-_BOOKS = vars(nn.Module()).keys() - {"training"}
-"""What modules keep of themselves; their buffers and parameters are looked at by themselves."""
 
 
 def _is_ours(value: Any) -> bool:

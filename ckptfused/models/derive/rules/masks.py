@@ -15,10 +15,10 @@ from ckptfused.models.derive.rules.mask_forms import HIDES, arranged, heads_of_m
 from ckptfused.models.derive.walk import CASTS, Walk, arranges, close
 
 _FLOORS = ("max", "maximum", "clamp", "clamp_min")
-_NUMBERS = words_of(
-    "zeros ones full zeros_like ones_like full_like new_zeros new_ones new_full tensor as_tensor scalar_tensor"
-)
-"""Calls that make tensors of numbers, which are held to those of the proof; what they take gives a shape or type."""
+_BY_ENTRY = (*CASTS, *words_of("add radd sub rsub mul rmul neg div truediv"))
+_LIKE = words_of("zeros_like ones_like full_like new_zeros new_ones new_full")
+_NUMBERS = words_of("zeros ones full tensor as_tensor scalar_tensor")
+"""Calls that make tensors of numbers, which are held to those of the proof."""
 _SAYS = words_of(
     "masked_fill where zeros zeros_like new_zeros ones ones_like new_ones full full_like new_full invert logical_not",
     "bitwise_not eq ne to float double type type_as clone contiguous tensor scalar_tensor",
@@ -79,11 +79,24 @@ def _shown_alone(walk: Walk, logits: Value) -> tuple[Value, Value] | None:
                 continue
             hidden = mask.data == 0
             by_mask = torch.where(hidden, sign * added.data <= HIDES, (mask.data == 1) & (added.data == 0))
-            if bool(by_mask.all()):
+            if bool(by_mask.all()) and _entry_by_entry(walk, added, mask):
                 walk.take(product.call, "mask")
                 take_all(walk, added)
                 return at, mask
     return None
+
+
+def _entry_by_entry(walk: Walk, v: Value, of: Value) -> bool:
+    """Whether each entry of a value is made of that of another and of numbers."""
+    queue = [v]
+    while queue:
+        at = queue.pop()
+        if walk.first(at) is walk.first(of):
+            continue
+        if at.call is None or at.shape != of.shape or at.op not in _BY_ENTRY:
+            return False
+        queue += at.call.inputs
+    return True
 
 
 def constant(walk: Walk, v: Value) -> float | None:
@@ -93,10 +106,12 @@ def constant(walk: Walk, v: Value) -> float | None:
     while queue:
         at = queue.pop()
         call = at.call
-        if call is None or not (call.op in _NUMBERS or call.op in CASTS or arranges(at)):
+        if call is None or not (call.op in CASTS or arranges(at) or call.op in (*_NUMBERS, *_LIKE)):
             return None
+        if call.op not in CASTS and len(call.inputs) != (call.op not in _NUMBERS):
+            return None  # a number that is another tensor's
         made.append(call)
-        queue += () if call.op in _NUMBERS else call.inputs[:1]
+        queue += () if call.op in _LIKE else call.inputs[:1]
     number = v.data.flatten()[0].item() if v.data.numel() else None
     if number is None or not bool((v.data == number).all()):
         return None
@@ -134,16 +149,16 @@ def with_mask(walk: Walk, found: Core, mask: Value, kind: str) -> Core:
         for one in mask.call.inputs:  # type: ignore[union-attr]
             found = with_mask(walk, found, walk.same(one), kind)
         return found
-    if not any(root.startswith("arg:") for root in _roots(walk, mask)):
+    if not any(root.startswith("arg:") for root in walk.recording.names_behind(mask)):
         seen = seen_by_place(mask.data, kind, found.ends[3].shape[-2], found.ends[2].shape[-2])
         if walk.same(mask).call is None:
-            return _with_outer(found, *_outer(walk, found, walk.same(mask), kind))
+            return _with_outer(walk, found, *_outer(walk, found, walk.same(mask), kind))
         if seen is None and walk.glance(_held, walk, mask):
-            return _with_outer(found, _computed(walk, found, mask), kind)
+            return _with_outer(walk, found, _computed(walk, found, mask), kind)
         if seen is None:
             raise RefusedError("a mask of the layer's own that is neither the causal one nor a window", mask.call)
-        if found.causal:
-            raise RefusedError("two causal masks", mask.call)
+        if found.causal or found.constant is not None:
+            raise RefusedError("two masks of the layer's own", mask.call)
         take_all(walk, mask)
         mask = walk.same(mask)
         while mask.op in CASTS and mask.call.inputs[0].data.is_floating_point():  # type: ignore[union-attr]
@@ -154,7 +169,7 @@ def with_mask(walk: Walk, found: Core, mask: Value, kind: str) -> Core:
             outer, kind = _outer(walk, found, mask, kind)
     except RefusedError:
         outer = _computed(walk, found, mask)
-    return _with_outer(found, outer, kind)
+    return _with_outer(walk, found, outer, kind)
 
 
 def _held(walk: Walk, mask: Value) -> bool:
@@ -162,7 +177,9 @@ def _held(walk: Walk, mask: Value) -> bool:
     return walk.through(mask, "mask").name.startswith("buffer:")
 
 
-def _with_outer(found: Core, outer: Outer, kind: str) -> Core:
+def _with_outer(walk: Walk, found: Core, outer: Outer, kind: str) -> Core:
+    if kind != "add" and walk.recording.roots[outer.name].dtype not in (torch.bool, torch.uint8):
+        raise RefusedError("a mask of numbers that multiplies")
     if found.mask is None:
         return found._replace(mask=outer, kind=kind)
     first = found.mask
@@ -176,12 +193,13 @@ def _with_outer(found: Core, outer: Outer, kind: str) -> Core:
 def _computed(walk: Walk, found: Core, mask: Value) -> Outer:
     """A mask that the layer computes of arguments alone, so that all layers share it, or a part of what it holds."""
     mask = walk.same(mask)
-    if mask.call is None or not walk.outer(mask):
+    if mask.call is None or not all(n.startswith(("arg:", "buffer:")) for n in walk.recording.names_behind(mask)):
         raise RefusedError("a mask of unknown arrangement", mask.call)
     batch, heads, tokens = walk.batch, *found.ends[3].shape[1:3]
+    meant = heads_of_mask(mask.data, batch, heads)
     for form, lying in arranged(mask.data, batch, tokens).items():
         sizes = zip(lying.shape, (batch, heads, tokens, found.ends[2].shape[-2]), strict=True)
-        if all(n in (1, size) for n, size in sizes):
+        if all(n in (1, size) for n, size in sizes) and (form == "padding" or lying.shape == meant.shape):
             walk.take_before("mask", mask)
             return Outer(computed(walk, mask), form)
     raise RefusedError("a mask of unknown arrangement", mask.call)
@@ -237,17 +255,9 @@ def _said(walk: Walk, mask: Value, kind: str) -> tuple[Value, Tensor]:
         walk.take(call, "mask")
     if len(roots) != 1 or (root := next(iter(roots))).data.dtype != torch.bool:
         raise RefusedError("the layer computes its mask", mask.call)
-    if mask.data.dtype == torch.bool:
-        return root, mask.data if kind == "drop" else ~mask.data
+    if kind != "add":
+        return root, mask.data != 0 if kind == "drop" else mask.data == 0
     hidden = mask.data <= HIDES
     if kind != "add" or not bool((mask.data[~hidden] == 0).all()):
         raise RefusedError("the layer computes its mask", mask.call)
     return root, hidden
-
-
-def _roots(walk: Walk, v: Value) -> set[str]:
-    """The names of what a value comes from."""
-    names = {v.name} if v.call is None else set()
-    for call in walk.recording.before(v):
-        names |= {i.name for i in call.inputs if i.call is None}
-    return names

@@ -47,6 +47,7 @@ def turned(
             break
     else:
         raise RefusedError(f"a rotation by {len(tables)} tables, expected cos and sin", at.call)
+    found: dict[tuple[str, int], Turned] = {}
     for cos, sin in pairs:
         for wide in dict.fromkeys((known[cos].shape[-1], 2 * known[cos].shape[-1])):
             for kind in ("half", "interleaved"):
@@ -55,7 +56,11 @@ def turned(
                 for sign, by_sin in ((1, sin), (-1, sin._replace(form=f"{sin.form}, negated"))):
                     made = last(rope(part, known[cos], sign * known[sin], kind, wide))
                     if (by := ratio(made, end)) is not None:
-                        return kind, wide, cos, by_sin, by
+                        found.setdefault((kind, sign if wide > 2 else 1), (kind, wide, cos, by_sin, by))
+    if len(found) > 1 and all(wide > 2 for _, wide, *_ in found.values()):
+        raise RefusedError("tables that turn too little to tell how", at.call)
+    if found:
+        return next(iter(found.values()))
     raise RefusedError("a rotation that is neither by halves nor interleaved", at.call)
 
 
