@@ -265,6 +265,8 @@ def _to_be_called(made: Derivation, layer: nn.Module, leaves: list[Any], where: 
     found = Ready(*of_call, rest, beside, made.why, read)
     for name, how in read:
         i = _place(name)
+        if leaves[where].is_meta and name in here.recipes:
+            continue  # it is made of what has no data; torch.compile does without such layers
         if not says_twice(leaves[i] if i >= 0 else outer_tensor(found, layer, leaves, name, {}), *how):
             return Reason(HALVES_DIFFER)
     return found

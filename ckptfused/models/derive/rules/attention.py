@@ -80,8 +80,7 @@ def _written_out(walk: Walk, y: Value, call: Recorded) -> Core:
         if not chain:
             logits, found = mask_steps(walk, logits, found)
             raw = logits
-        before = _one_given(walk, raw)
-        if before is None or not (raw.op in _LOGITS or arranges(raw)):
+        if (before := _one_given(walk, raw)) is None or not (raw.op in _LOGITS or arranges(raw)):
             break
         walk.take(raw.call, "attention" if raw.op in _LOGITS else "layout")
         chain += [raw.call] if raw.call is not None and raw.op in _LOGITS else []

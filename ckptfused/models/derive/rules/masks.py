@@ -258,6 +258,6 @@ def _said(walk: Walk, mask: Value, kind: str) -> tuple[Value, Tensor]:
     if kind != "add":
         return root, mask.data != 0 if kind == "drop" else mask.data == 0
     hidden = mask.data <= HIDES
-    if kind != "add" or not bool((mask.data[~hidden] == 0).all()):
+    if not bool((mask.data[~hidden] == 0).all()):
         raise RefusedError("the layer computes its mask", mask.call)
     return root, hidden
