@@ -74,6 +74,16 @@ def _plus(large: float) -> Callable[[Any, Tensor], Tensor]:
     return lambda block, w: (1 - block.seen(w)) * -large + block.seen(w) * w
 
 
+def agrees(block: nn.Module) -> None:
+    """Whether a converted model of two such blocks steps as it did, by whatever path."""
+    plain = nn.Sequential(block, copy.deepcopy(block)).double()
+    converted = copy.deepcopy(plain)
+    ckptfused.convert(converted)
+    for tokens in (12, 40):
+        for a, b in zip(steps(plain, batch(tokens)), steps(converted, batch(tokens)), strict=True):
+            torch.testing.assert_close(b, a, rtol=1e-9, atol=1e-10)
+
+
 def _shown(w: Tensor, mask: Tensor) -> Tensor:
     return w * mask - 1e10 * (1 - mask)
 
@@ -402,24 +412,13 @@ def test_tables_that_it_holds(how: str) -> None:
 @pytest.mark.parametrize("first", [3, 6, 9])
 def test_tables_that_turn_nothing_in_their_first_rows(first: int, sign: float, interleaved: bool, how: str) -> None:
     """What the few tokens of a proof do not tell is not guessed."""
-    block = Held(how, first, interleaved, sign)
-    plain = nn.Sequential(block, copy.deepcopy(block)).double()
-    converted = copy.deepcopy(plain)
-    ckptfused.convert(converted)
-    for tokens in (12, 40):
-        for a, b in zip(steps(plain, batch(tokens)), steps(converted, batch(tokens)), strict=True):
-            torch.testing.assert_close(b, a, rtol=1e-9, atol=1e-10)
+    agrees(Held(how, first, interleaved, sign))
 
 
 def test_tables_whose_halves_differ_further_on() -> None:
     block = Held("buffers")
     block.cos[20:, : D // 2] *= 0.5
-    plain = nn.Sequential(block, copy.deepcopy(block)).double()
-    converted = copy.deepcopy(plain)
-    ckptfused.convert(converted)
-    for tokens in (12, 40):
-        for a, b in zip(steps(plain, batch(tokens)), steps(converted, batch(tokens)), strict=True):
-            torch.testing.assert_close(b, a, rtol=1e-9, atol=1e-10)
+    agrees(block)
 
 
 @pytest.mark.parametrize("how", ["buffers", "dict"])
@@ -449,12 +448,7 @@ def test_which_of_two_masks_a_call_makes_counts() -> None:
             w = torch.where(near, q @ k.transpose(-1, -2) / D**0.5, LEAST)
             return self.o((w.softmax(-1) @ v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
-    plain = nn.Sequential(Either(), Either()).double()
-    converted = copy.deepcopy(plain)
-    ckptfused.convert(converted)
-    for tokens in (12, 40):
-        for a, b in zip(steps(plain, batch(tokens)), steps(converted, batch(tokens)), strict=True):
-            torch.testing.assert_close(b, a, rtol=1e-9, atol=1e-10)
+    agrees(Either())
 
 
 def test_methods_in_a_list_are_the_copys() -> None:
