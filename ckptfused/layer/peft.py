@@ -69,8 +69,8 @@ def adapters(module: Any, base: torch.dtype) -> tuple[LoRA, ...] | Reason:
         a, b, dropout = module.lora_A[name], module.lora_B[name], module.lora_dropout[name]
         if not (type(a) is type(b) is Linear) or a.bias is not None or any(map(hooked, (a, b, dropout))):
             return Reason("an adapter whose A or B is no plain Linear")
-        if type(dropout) not in (Dropout, Identity):
-            return Reason(f"adapter dropout of type {type(dropout).__name__}")
+        if isinstance(p := dropout_rate(dropout), Reason):
+            return p
         own = a.weight.dtype
         if not module.cast_input_dtype_enabled and own != base:
             return Reason("an adapter of another dtype than its input, with casting switched off")
@@ -79,9 +79,15 @@ def adapters(module: Any, base: torch.dtype) -> tuple[LoRA, ...] | Reason:
         scale = module.scaling[name]
         if isinstance(scale, Tensor) and torch.compiler.is_compiling():
             return Reason("an adapter's scale is a tensor (PEFT's hotswap), which torch.compile cannot read")
-        p = dropout.p if type(dropout) is Dropout and dropout.training else 0.0
         found.append(LoRA(a.weight, b.weight, b.bias, float(scale), p))
     return tuple(found)
+
+
+def dropout_rate(module: nn.Module) -> float | Reason:
+    """The probability with which one of PEFT's `lora_dropout` drops at this call."""
+    if type(module) not in (Dropout, Identity):
+        return Reason(f"adapter dropout of type {type(module).__name__}")
+    return module.p if type(module) is Dropout and module.training else 0.0
 
 
 def given_caches(model: nn.Module) -> Iterator[nn.Module]:

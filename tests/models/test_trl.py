@@ -51,7 +51,8 @@ def preferences() -> Any:
     """Prompts, each with an answer that is preferred to another."""
     rows = [" ".join(map(str, row)) for row in texts()["input_ids"]]
     answers = {"chosen": rows[1:] + rows[:1], "rejected": rows[2:] + rows[:2]}
-    return datasets.Dataset.from_dict({"prompt": rows} | {name: [f" {t}" for t in of] for name, of in answers.items()})
+    table = {"prompt": rows} | {name: [f" {t}" for t in of] for name, of in answers.items()}
+    return datasets.Dataset(datasets.table.InMemoryTable.from_pydict(table), fingerprint="preferences")
 
 
 COMMON: dict[str, Any] = {

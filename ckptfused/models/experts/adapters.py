@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ckptfused.compat.peft import PARAM_WRAPPER
 from ckptfused.layer.hooks import EVERYWHERE, hooked, hooked_everywhere
 from ckptfused.layer.parts import Reason
-from ckptfused.layer.peft import is_lora
+from ckptfused.layer.peft import dropout_rate, is_lora
 from ckptfused.layer.source import class_name
 from ckptfused.models.experts.read import SMALL, nearly_equal, on_small_weights, small_experts, trying
 from ckptfused.spec.experts import ExpertsSpec
@@ -123,16 +123,15 @@ def _pair(module: Any, name: str) -> _Pair | Reason:
     a, b, scale, dropout = (each[name] for each in (module.lora_A, module.lora_B, module.scaling, module.lora_dropout))
     if name in module.lora_variant or module.lora_bias.get(name) or module.num_experts == 1:
         return Reason("an adapter of another kind than A and B for each expert")
-    if not (type(a) is type(b) is nn.Linear) or hooked(a) or hooked(b):
-        return Reason("an adapter whose A or B is no plain Linear")
+    if not (type(a) is type(b) is nn.Linear) or any(map(hooked, (a, b, dropout))):
+        return Reason("an adapter whose A or B is no plain Linear, or with a hook on these or its dropout")
     if any(type(t) not in (Tensor, nn.Parameter) for t in (a.weight, b.weight)):
         return Reason("an adapter in shards")
-    if type(dropout) not in (nn.Dropout, nn.Identity) or hooked(dropout):
-        return Reason(f"adapter dropout of type {type(dropout).__name__}, or with a hook")
+    if isinstance(p := dropout_rate(dropout), Reason):
+        return p
     if isinstance(scale, Tensor):
         return Reason("an adapter's scale is a tensor (PEFT's hotswap)")
     count = module.num_experts
-    p = dropout.p if type(dropout) is nn.Dropout and dropout.training else 0.0
     return _Pair(
         a.weight.unflatten(0, (count, -1)), b.weight.unflatten(1, (-1, count)).permute(2, 0, 1), float(scale), p
     )

@@ -415,6 +415,24 @@ def test_tables_that_turn_nothing_in_their_first_rows(first: int, sign: float, i
     agrees(Held(how, first, interleaved, sign))
 
 
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_two_channels_that_are_turned_later(sign: float) -> None:
+    """Halves and neighbours are one there, and the direction is not told by rows that turn nothing."""
+
+    class Two(Held):
+        def heads(self, x: Tensor) -> Any:
+            q, k, v = Plain.heads(self, x)
+            cos, sin = (t[: x.size(1), ::3].to(x.dtype) for t in self.tables())
+
+            def turned(t: Tensor) -> Tensor:
+                first = t[..., :2] * cos + self.sign * halves(t[..., :2]) * sin
+                return torch.cat((first, t[..., 2:]), -1)
+
+            return turned(q), turned(k), v
+
+    agrees(Two("buffers", 9, False, sign))
+
+
 def test_tables_whose_halves_differ_further_on() -> None:
     block = Held("buffers")
     block.cos[20:, : D // 2] *= 0.5

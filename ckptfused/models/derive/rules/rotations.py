@@ -56,8 +56,9 @@ def turned(
                 for sign, by_sin in ((1, sin), (-1, sin._replace(form=f"{sin.form}, negated"))):
                     made = last(rope(part, known[cos], sign * known[sin], kind, wide))
                     if (by := ratio(made, end)) is not None:
-                        found.setdefault((kind, sign if wide > 2 else 1), (kind, wide, cos, by_sin, by))
-    if len(found) > 1 and all(wide > 2 for _, wide, *_ in found.values()):
+                        # Of two entries the halves are the neighbours.
+                        found.setdefault((kind if wide > 2 else "half", sign), (kind, wide, cos, by_sin, by))
+    if len(found) > 1:
         raise RefusedError("tables that turn too little to tell how", at.call)
     if found:
         return next(iter(found.values()))
