@@ -120,7 +120,7 @@ Tensor Block::adapter_grad(int slot) {
 // Whether the adapters of a part are made of half-precision products with float32 sums, on devices
 // that have them. A pure function of these, so that a replay makes the bits again.
 bool Block::adapters_in_halves(const Tensor& like, const Part& part) {
-  if (P_ != at::kBFloat16 || !through_aten(like)) return false;
+  if (!is_half(P_) || !through_aten(like)) return false;
   const auto beside = [&](const AdapterSlots& s) { return s.weight == part.weight; };
   return std::any_of(adapters_.begin(), adapters_.end(), beside) &&
          (counting() || like.is_cpu() || widens(like));

@@ -6,7 +6,7 @@
 
 namespace ckptfused {
 
-// high = t in its type, rest = what that leaves. t: of a wider type.
+// high = t in its type, rest = what that leaves, in float16 times 2048. t: of a wider type.
 void split_into(const at::Tensor& t, const at::Tensor& high, const at::Tensor& rest);
 
 // out = drop(t), which may be t, by an open gate (below); "kept" leaves out the scale, "reglu" does
@@ -27,7 +27,7 @@ void adapters_bwd_aten(const at::Tensor& dy, const at::Tensor& in, const at::Ten
                        const Adapters& adapters, const AdapterPlace& place);
 
 // Adapters in halves are multiplied in half precision with float32 sums; what is `rank` wide and
-// multiplied again is two halves there, so that it has 16 bits.
+// multiplied again is two halves there, so that it has 16 bits, in float16 22.
 void adapters_fwd_halves(const at::Tensor& y, const at::Tensor& in, const Adapters& adapters,
                          const AdapterPlace& place);
 void adapters_bwd_halves(const at::Tensor& dy, const at::Tensor& in, const at::Tensor& din,

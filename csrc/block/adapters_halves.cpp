@@ -1,6 +1,8 @@
 // Adapters of half-precision products: what is `rank` wide and multiplied again is two halves.
 #include "ops/torch.h"
 
+#include <ATen/ScalarOps.h>
+
 #include <algorithm>
 
 #include "block/adapters_aten.h"
@@ -14,44 +16,75 @@ namespace {
 
 using at::Tensor;
 
+// What the rest of a number in halves is multiplied by, so that it has the number's own exponent in
+// float16, whose least step is 2^-24: as it is, nothing would be left of that of a number of 2^-13.
+constexpr double rest_scale(at::ScalarType type) {
+  return type == at::kHalf ? 2048 : 1;
+}
+
 // Bytes that the copy of dropped rows takes, of rows that are multiplied in half precision.
 constexpr int64_t kDropped = int64_t(128) << 20;
 
-// in @ (high + rest)^T in float32.
+// in @ (high + rest / rest_scale)^T in float32, times the rests' scale.
 Tensor low_rank(const Tensor& in, const Tensor& high, const Tensor& rest) {
   const Tensor t = at::empty({in.size(0), high.size(0)}, in.options().dtype(at::kFloat));
-  scaled_product(t, in, high.t(), 1, false);
+  scaled_product(t, in, high.t(), rest_scale(in.scalar_type()), false);
   if (rest.defined()) scaled_product(t, in, rest.t(), 1, true);
   return t;
 }
 
-// rest = t - high, rounded to its type.
-void subtract(const Tensor& rest, const Tensor& t, const Tensor& high) {
-  if (on_cpu(t)) {  // what its sub_out does within itself
-    rest.copy_(t.sub(high.to(t.scalar_type())));
-  } else if (!counted_launch("aten::sub", int64_t(t.nbytes() + high.nbytes() + rest.nbytes()))) {
-    at::sub_out(const_cast<Tensor&>(rest), t, high);
+// out = t · scale, rounded to its type.
+void scale_into(const Tensor& out, const Tensor& t, double scale) {
+  if (on_cpu(t)) {  // what its mul_out does within itself
+    out.copy_(t.mul(scale));
+  } else if (!counted_launch("aten::mul", int64_t(t.nbytes() + out.nbytes()))) {
+    at::mul_out(const_cast<Tensor&>(out), t, at::native::wrapped_scalar_tensor(scale));
   }
 }
 
-// What is multiplied again, in halves: t [n, r] rounded, the rest of it, and t rounded once more.
+Tensor times(const Tensor& t, double scale) {
+  if (scale == 1) return t;
+  const Tensor out = at::empty(t.sizes(), t.options());
+  scale_into(out, t, scale);
+  return out;
+}
+
+// rest = scaled - high · rest_scale, rounded to its type.
+void subtract(const Tensor& rest, const Tensor& scaled, const Tensor& high) {
+  const double scale = rest_scale(rest.scalar_type());
+  if (on_cpu(scaled)) {  // what its sub_out does within itself
+    rest.copy_(scaled.sub(high.to(scaled.scalar_type()), scale));
+  } else if (!counted_launch("aten::sub",
+                             int64_t(scaled.nbytes() + high.nbytes() + rest.nbytes()))) {
+    at::sub_out(const_cast<Tensor&>(rest), scaled, high, scale);
+  }
+}
+
+// What is multiplied again, in halves: t [n, r] rounded, the rest of it, and t rounded once more,
+// for the other side's rest, whose scale it is without. scaled: t times the rests' scale.
 struct Halves {
   Tensor all, high, rest;
-  Halves(const Tensor& t, at::ScalarType type) {
-    const int64_t n = t.size(0), r = t.size(1);
-    all = at::empty({n, 3 * r}, t.options().dtype(type));
+  Halves(const Tensor& scaled, at::ScalarType type) {
+    const int64_t n = scaled.size(0), r = scaled.size(1);
+    const double scale = rest_scale(type);
+    all = at::empty({n, 3 * r}, scaled.options().dtype(type));
     high = all.narrow(1, 0, r);
     rest = all.narrow(1, r, r);
-    all.as_strided({n, 2, r}, {3 * r, 2 * r, 1}).copy_(t.unsqueeze(1).expand({n, 2, r}));
-    subtract(rest, t, high);
+    if (scale == 1) {
+      all.as_strided({n, 2, r}, {3 * r, 2 * r, 1}).copy_(scaled.unsqueeze(1).expand({n, 2, r}));
+    } else {
+      scale_into(high, scaled, 1 / scale);
+      scale_into(all.narrow(1, 2 * r, r), scaled, 1 / (scale * scale));
+    }
+    subtract(rest, scaled, high);
   }
 };
 
-// out = scale · t @ (high + rest), or out += it, but for the product of both rests: in one product,
-// rounded once.
+// out = scale · t @ (high + rest / rest_scale), or out += it, but for the product of both rests: in
+// one product, rounded once.
 void multiply_wide(const Tensor& out, const Halves& t, const Tensor& high, const Tensor& rest,
                    double scale, bool onto) {
-  std::vector<Tensor> pieces{high, high};
+  std::vector<Tensor> pieces{high, times(high, 1 / rest_scale(high.scalar_type()))};
   if (rest.defined()) pieces.push_back(rest);
   const Tensor all = at::cat(pieces);
   scaled_product(out, t.all.narrow(1, 0, all.size(0)), all, scale, onto);
@@ -132,8 +165,9 @@ class HalfRows {
       if (!adapter.bias.defined()) continue;
       const Tensor wide = adapter.bias.unsqueeze(0), bias = wide.to(type_);
       const Tensor left = wide.scalar_type() == type_ ? Tensor() : at::empty_like(bias);
-      if (left.defined()) subtract(left, wide, bias);
-      add(at::full({rows.size(0), 1}, adapter.scale, t.options()), bias, left);
+      if (left.defined()) split_into(wide, bias, left);
+      const double scaled = adapter.scale * rest_scale(type_);
+      add(at::full({rows.size(0), 1}, scaled, t.options()), bias, left);
     }
     multiply_wide(out, Halves(at::cat(low, 1), type_), at::cat(high),
                   any_rest ? at::cat(rest) : Tensor(), 1, true);
@@ -147,7 +181,7 @@ class HalfRows {
     if (adapter.db.defined()) {
       const Halves t(low_rank(x, adapter.a, adapter.a_rest), type_);
       scaled_product(adapter.db, d.t(), t.high, scaled, true);
-      scaled_product(adapter.db, d.t(), t.rest, scaled, true);
+      scaled_product(adapter.db, d.t(), t.rest, scaled / rest_scale(type_), true);
     }
     if (adapter.dbias.defined())
       Tensor(adapter.dbias).add_(d.sum(0, false, at::kFloat), adapter.scale);
@@ -155,7 +189,7 @@ class HalfRows {
     const Halves dt(low_rank(d, adapter.b.t(), transposed(adapter.b_rest)), type_);
     if (adapter.da.defined()) {
       scaled_product(adapter.da, dt.high.t(), x, scaled, true);
-      scaled_product(adapter.da, dt.rest.t(), x, scaled, true);
+      scaled_product(adapter.da, dt.rest.t(), x, scaled / rest_scale(type_), true);
     }
     if (din.defined()) add_input_grad(adapter, din, dt, x, row);
   }
@@ -183,7 +217,7 @@ class HalfRows {
 
 void split_into(const Tensor& t, const Tensor& high, const Tensor& rest) {
   high.copy_(t);
-  subtract(rest, t, high);
+  subtract(rest, times(t, rest_scale(high.scalar_type())), high);
 }
 
 void adapters_fwd_halves(const Tensor& y, const Tensor& in, const Adapters& adapters,

@@ -110,7 +110,7 @@ bool may_fuse_up(const FFNSpec& f, int64_t rows) {
 
 void Block::choose_up_kernel() {
   const FFNSpec& f = spec_.ffn;
-  const bool half = P_ == at::kBFloat16 || P_ == at::kHalf;
+  const bool half = is_half(P_);
   if (!half || !may_fuse_up(f, N_)) return;
   up_kernel_ = call::ffn_choice(x_, P_, N_, C_, f.hidden, f.act);
 }
@@ -147,7 +147,7 @@ call::HiddenMask Block::hidden_mask(const Tile& t) const {
 // itself, where nothing comes between.
 bool Block::down_adds() const {
   const FFNSpec& f = spec_.ffn;
-  const bool half = P_ == at::kBFloat16 || P_ == at::kHalf;
+  const bool half = is_half(P_);
   return half && R_ == P_ && spec_.has_attn && !f.post.on() && !f.out.on() && f.p_res == 0 &&
          f.m == 1.0 && f.lora.empty() && !param(ffn_slot(kDownB)).defined();
 }

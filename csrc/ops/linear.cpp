@@ -31,10 +31,6 @@ namespace {
 // blocks spend more of their time converting; larger ones gained nothing when measured.
 constexpr int64_t kBlock = 1024;
 
-bool is_half(at::ScalarType dtype) {
-  return dtype == at::kBFloat16 || dtype == at::kHalf;
-}
-
 // What decides between the ways to a product on this processor.
 struct Processor {
   bool bfloat16 = true, half = true;  // it has matrix instructions for them
@@ -170,6 +166,10 @@ void float_blocks_out(const at::Tensor& out, const at::Tensor& a, const at::Tens
 }
 
 }  // namespace
+
+bool is_half(at::ScalarType dtype) {
+  return dtype == at::kBFloat16 || dtype == at::kHalf;
+}
 
 bool widens(const at::Tensor& like) {
   static std::mutex mutex;

@@ -31,6 +31,9 @@ void matmul_out(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b,
 // PyTorch's product with a float32 result or, where PyTorch refuses that, through float32 blocks.
 void widened_out(at::Tensor out, const at::Tensor& a, const at::Tensor& b, bool accumulate);
 
+// Whether it is a half-precision type: bfloat16 or float16.
+bool is_half(at::ScalarType dtype);
+
 // Whether this PyTorch has products of a half-precision type with a float32 result on this kind of
 // device: where it has not, it refuses before anything runs. Asked once, so that a product made
 // again is made the same way.

@@ -169,7 +169,7 @@ AS_ELSEWHERE = """
 import torch
 from tests.cases import Case
 from tests.oracle import expect, fused, make_inputs, rng_state, run
-for dtype in (torch.float32, torch.bfloat16):
+for dtype in (torch.float32, torch.bfloat16, torch.float16):
     for case in (
         Case(lora="twice", batch=2, seq_first=True, bias="all", weights="joint", transposed=True, tokens=33),
         Case(lora="drop", layout="sandwich", act="gelu", drop="all", tokens=33),
@@ -214,15 +214,18 @@ def _block_results(
     return {"y": y.detach(), **dict(zip(inputs, grads, strict=True))}
 
 
-ALONE = [*product((torch.float32, torch.bfloat16), (0.5, 8.0), (0.0, 0.25), (False,))]
-WITH_MORE = [*product((torch.float32, torch.bfloat16), (0.5,), (0.0, 0.25), (True,))]
+HALVES = (torch.bfloat16, torch.float16)
+OTHER_SCALE = {torch.bfloat16: 8.0, torch.float16: 0.25}  # with 8 the block's own output is beyond float16
+ALONE = [*product((True, False), (False, True), (0.0, 0.25), (False,))]
+WITH_MORE = [*product((True, False), (False,), (0.0, 0.25), (True,))]
 
 
-def half_precision_errors(device: str) -> dict[str, float]:
-    """Relative errors of a bfloat16 block with an adapter beside each projection, in float32 and in bfloat16, and with
-    a second beside some and biases, against float64; whatever is kept, the bits are the same."""
+def half_precision_errors(device: str, half: torch.dtype) -> dict[str, float]:
+    """Relative errors of a half-precision block with an adapter beside each projection, in float32 and in its own type,
+    and with a second beside some and biases, against float64; whatever is kept, the bits are the same."""
     squares: dict[str, list[float]] = {}
-    for wide, scale, p, more in (*ALONE, *WITH_MORE):
+    for is_wide, is_other, p, more in (*ALONE, *WITH_MORE):
+        wide, scale = torch.float32 if is_wide else half, OTHER_SCALE[half] if is_other else 0.5
         adapter = partial(Adapter, rank=8, scale=scale, p=p)
         second = partial(Adapter, rank=3, scale=2 * scale)
         attn = AttentionSpec(
@@ -237,11 +240,11 @@ def half_precision_errors(device: str) -> dict[str, float]:
         }
         params = {
             n: (torch.randn(s, generator=generator) / s[-1] ** 0.5 if len(s) > 1 or ".lora" in n else torch.ones(s))
-            .to(device, wide if ".lora" in n else torch.bfloat16)
+            .to(device, wide if ".lora" in n else half)
             .requires_grad_(".lora" in n)
             for n, s in shapes.items()
         }
-        x, dy = torch.randn(2, 1, 150, 64, generator=generator).to(device, torch.bfloat16)
+        x, dy = torch.randn(2, 1, 150, 64, generator=generator).to(device, half)
 
         found, truth = _block_results(spec, x, params, dy), _block_results(spec, x, params, dy, torch.float64)
         kept = _block_results(spec.with_keep("all"), x, params, dy)
@@ -252,13 +255,18 @@ def half_precision_errors(device: str) -> dict[str, float]:
     return {name: (sum(of) / len(of)) ** 0.5 for name, of in squares.items()}
 
 
-def half_precision_gradients(device: str) -> dict[str, list[float]]:
-    """Gradients of one float32 adapter whose input and output have the same bits however it is multiplied."""
+def half_precision_gradients(device: str, half: torch.dtype, exponent: int) -> dict[str, list[float]]:
+    """Gradients of one float32 adapter whose input and whose output's gradient have the same bits however it is
+    multiplied; b and the gradient are times 2^exponent.
+    """
     spec = BlockSpec(ffn=FFNSpec("relu", F, lora=(Adapter("down", 3, 0.5),)))
-    params = {n: t.detach().to(device).requires_grad_(".lora" in n) for n, t in _params(spec, torch.bfloat16).items()}
-    x = torch.randn(1, 300, C, generator=torch.Generator().manual_seed(1)).to(device, torch.bfloat16)
+    params = {n: t.detach() * 2.0 ** (exponent * n.endswith(".b")) for n, t in _params(spec, half).items()}
+    params = {n: t.to(device).requires_grad_(".lora" in n) for n, t in params.items()}
+    generator = torch.Generator().manual_seed(1)
+    x, dy = (torch.randn(1, 300, C, generator=generator).to(device, half) for _ in range(2))
     names = [name for name in params if name.endswith((".a", ".b"))]
-    grads = torch.autograd.grad(ffn_block(x, params, spec).float().square().sum(), [params[name] for name in names])
+    y = ffn_block(x, params, spec)
+    grads = torch.autograd.grad(y, [params[name] for name in names], dy * 2.0**exponent)
     return {name: grad.flatten().tolist() for name, grad in zip(names, grads, strict=True)}
 
 
@@ -281,14 +289,25 @@ def rows_of_two_blocks(device: str) -> dict[str, list[float]]:
     return {name: t.detach().float().flatten().tolist() for name, t in found.items()}
 
 
-def check_half_precision(errors: dict[str, float], gradients: dict[str, list[float]]) -> None:
+def half_precision_results(device: str) -> list[tuple[dict[str, float], list[dict[str, list[float]]]]]:
+    """For each half-precision type the errors of a block, and one adapter's gradients of usual and of small numbers."""
+    return [
+        (half_precision_errors(device, half), [half_precision_gradients(device, half, e) for e in (0, -8)])
+        for half in HALVES
+    ]
+
+
+def check_half_precision(results: list[tuple[dict[str, float], list[dict[str, list[float]]]]]) -> None:
     """Against the CPU's float32: the error is that of the values around it, and two roundings to 16 bits differ by
-    2^-17 at most, where one to half precision would by 2^-9."""
-    own = half_precision_errors("cpu")
-    assert {name: (error, own[name]) for name, error in errors.items() if error > 1.5 * own[name]} == {}
-    for name, numbers in half_precision_gradients("cpu").items():
-        wanted = torch.tensor(numbers, dtype=torch.float64)
-        assert 0 < (torch.tensor(gradients[name], dtype=torch.float64) - wanted).norm() <= 2**-16 * wanted.norm(), name
+    2^-17 at most, where one to half precision would by 2^-9 (bfloat16) or 2^-12, and the rest of a small float16
+    number, did it not have the number's own exponent, by 2^-11.
+    """
+    for (errors, gradients), (own_errors, own_gradients) in zip(results, half_precision_results("cpu"), strict=True):
+        assert {name: (error, own_errors[name]) for name, error in errors.items() if error > 1.5 * own_errors[name]} == {}
+        for found, wanted in zip(gradients, own_gradients, strict=True):
+            for name, numbers in wanted.items():
+                a, b = torch.tensor([found[name], numbers], dtype=torch.float64)
+                assert 0 < (a - b).norm() <= 2**-16 * b.norm(), name
 
 
 def test_half_precision_products_are_as_exact() -> None:
@@ -296,13 +315,13 @@ def test_half_precision_products_are_as_exact() -> None:
     done = forks.python(
         """
         import json
-        from tests.autograd.test_adapters import half_precision_errors, half_precision_gradients
-        print(json.dumps([half_precision_errors("cpu"), half_precision_gradients("cpu")]))
+        from tests.autograd.test_adapters import half_precision_results
+        print(json.dumps(half_precision_results("cpu")))
         """,
         CKPTFUSED_ADAPTERS="aten",
     )
     assert done.returncode == 0, done.stderr
-    check_half_precision(*json.loads(done.stdout))
+    check_half_precision(json.loads(done.stdout))
 
 
 @pytest.mark.slow

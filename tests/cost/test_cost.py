@@ -69,6 +69,7 @@ CASES = {
 TYPES = {
     "float32": (torch.float32, None),
     "bfloat16": (torch.bfloat16, None),
+    "float16": (torch.float16, None),
     "autocast": (torch.float32, torch.bfloat16),
 }
 # Every case in float32; in the other types those that differ there.
@@ -568,29 +569,35 @@ def test_launches_of_a_llama_block_on_a_gpu() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wide", "p", "forward", "backward"),
+    ("half", "wide", "p", "forward", "backward"),
     [
-        (torch.float32, 0.0, 46, 155),
-        (torch.bfloat16, 0.0, 36, 145),
-        (torch.float32, 0.05, 81, 259),
-        (torch.bfloat16, 0.05, 68, 240),
+        (torch.bfloat16, torch.float32, 0.0, 46, 155),
+        (torch.bfloat16, torch.bfloat16, 0.0, 36, 145),
+        (torch.bfloat16, torch.float32, 0.05, 81, 259),
+        (torch.bfloat16, torch.bfloat16, 0.05, 68, 240),
+        (torch.float16, torch.float32, 0.0, 61, 190),
+        (torch.float16, torch.float16, 0.0, 50, 179),
+        (torch.float16, torch.float32, 0.05, 102, 306),
     ],
 )
-def test_launches_of_adapters_on_a_gpu(wide: torch.dtype, p: float, forward: int, backward: int) -> None:
+def test_launches_of_adapters_on_a_gpu(
+    half: torch.dtype, wide: torch.dtype, p: float, forward: int, backward: int
+) -> None:
     """An adapter beside each projection: in the forward two low-rank products where a float32 one is in halves, three
     kernels that make halves, one that joins them, one product; the backward has the replay of six of them, too. With
-    dropout each has a gate and a copy of what is kept, that of the down projection in four parts.
+    dropout each has a gate and a copy of what is kept, that of the down projection in four parts. float16 has two
+    scales of each rounded number and of each number beside it, and one of all adapters in float32.
 
     In float32 blocks of 4,096 rows it would be 141 and 398, with dropout 148 and 436.
     """
     attn = AttentionSpec(32, 8, 128, causal=True, pre="rmsnorm", rope="half")
     ffn = FFNSpec("swiglu", 14336, pre="rmsnorm")
     lora = partial(Adapter, rank=16, p=p)
-    call = (2, 8192, 4096, torch.bfloat16)
+    call = (2, 8192, 4096, half)
 
     def launches(spec: BlockSpec) -> tuple[int, int]:
         names = [n for n in param_shapes(spec, 4096) if not n.endswith(("_b", ".bias"))]
-        params = {n: wide if ".lora" in n else torch.bfloat16 for n in names}
+        params = {n: wide if ".lora" in n else half for n in names}
         needs = ["x", *(n for n in names if ".lora" in n)]
         return cost.launches(spec, *call, params=params, needs=needs, device="cuda")
 
@@ -625,7 +632,7 @@ def test_launches_of_attention_by_device(
 AS_ELSEWHERE = """
 from tests.cost.test_cost import CASES, Events, make_ops
 for name in ("adapters", "adapters-joint", "adapters-ffn"):
-    for kind in ("float32", "bfloat16", "autocast"):
+    for kind in ("float32", "bfloat16", "float16", "autocast"):
         ops = make_ops(CASES[name], kind)
         live = Events(ops.forward)
         assert live.peak_bytes() == ops.forward_scratch(), (name, kind)

@@ -308,8 +308,15 @@ MUTANTS = (
     Mutant(
         "low-rank values of adapters on a GPU rounded to half precision, without the rest",
         file="csrc/block/adapters_halves.cpp",
-        text="rest.copy_(t.sub(high.to(t.scalar_type())));",
+        text="rest.copy_(scaled.sub(high.to(scaled.scalar_type()), scale));",
         defect="rest.zero_();",
+        test="tests/autograd/test_adapters.py::test_half_precision_products_are_as_exact",
+    ),
+    Mutant(
+        "the rest of an adapter's small float16 number without an exponent of its own",
+        file="csrc/block/adapters_halves.cpp",
+        text="return type == at::kHalf ? 2048 : 1;",
+        defect="return type == at::kHalf ? 1 : 1;",
         test="tests/autograd/test_adapters.py::test_half_precision_products_are_as_exact",
     ),
     Mutant(
@@ -2130,8 +2137,8 @@ MUTANTS = (
     Mutant(
         "a bias of an adapter in halves is added without its scale",
         file="csrc/block/adapters_halves.cpp",
-        text="at::full({rows.size(0), 1}, adapter.scale, t.options())",
-        defect="at::full({rows.size(0), 1}, 1, t.options())",
+        text="const double scaled = adapter.scale * rest_scale(type_);",
+        defect="const double scaled = rest_scale(type_);",
         test="tests/autograd/test_adapters.py::test_half_precision_products_are_as_exact",
     ),
     Mutant(
