@@ -32,7 +32,7 @@ def build_call(layer: Parts | LayerFacts, inputs: Inputs, mode: Mode, sharded: b
     x, masks, cu_seqlens = inputs.x, inputs.masks, inputs.cu_seqlens
     if x.dim() != 3:
         return Reason(f"the input has shape {list(x.shape)}, expected [B, T, C]")
-    key, slots = layer
+    key, slots, checks = layer
     cos = sin = None
     if key.attn is not None:
         if (why := _beside_fits(inputs)) is not None:
@@ -58,7 +58,7 @@ def build_call(layer: Parts | LayerFacts, inputs: Inputs, mode: Mode, sharded: b
         slots = _with_vectors(slots, key, given)
     if (why := _misfit(x, slots, text, key.width, key.names, sharded)) is not None:
         return why
-    return Call(key.op, x, slots, text, masks, cos, sin, cu_seqlens, inputs.keep_keys, inputs.q_scale)
+    return Call(key.op, x, slots, text, masks, cos, sin, cu_seqlens, inputs.keep_keys, inputs.q_scale, checks)
 
 
 def _with_vectors(slots: SlotTensors, key: LayerKey, vectors: Mapping[str, Tensor]) -> SlotTensors:

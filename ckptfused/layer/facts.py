@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -32,6 +32,8 @@ class HalfFacts(NamedTuple):
     """The tensors of its adapters, which come after both halves' slots."""
     quantized: SlotTensors
     """What stands beside its weights in few bits, which comes last of all."""
+    checks: tuple[Callable[[], None], ...]
+    """As `LayerFacts` has them."""
     width: int
     """Width of its result."""
 
@@ -63,6 +65,8 @@ class LayerFacts(NamedTuple):
     key: LayerKey
     slots: SlotTensors
     """All tensors of the op but those of a call, in its order."""
+    checks: tuple[Callable[[], None], ...] = ()
+    """For before its backward: that its weights in few bits are still those of the forward."""
 
 
 def facts_of(parts: Parts, dtype: torch.dtype) -> LayerFacts | Reason:
@@ -86,7 +90,7 @@ def facts_of(parts: Parts, dtype: torch.dtype) -> LayerFacts | Reason:
         parts.names,
         *(() if a is None else (a.rope, a.rotary_dim, a.head_dim, a.window or 0)),
     )
-    return LayerFacts(key, slots)
+    return LayerFacts(key, slots, tuple(check for half in halves for check in half.checks))
 
 
 def elsewhere(attends: bool) -> Reason | None:
@@ -161,11 +165,12 @@ def _adapters(maps: dict[str, Projection]) -> tuple[SpecKey, SlotTensors]:
     return said, [tensor for _, lora in found for tensor in (lora.a, lora.b, lora.bias)]
 
 
-def _quantized(maps: dict[str, Projection]) -> tuple[SpecKey, SlotTensors]:
-    """What the text says of the weights of a half that are in few bits, and the tensors beside them."""
+def _quantized(maps: dict[str, Projection]) -> tuple[SpecKey, SlotTensors, tuple[Callable[[], None], ...]]:
+    """What the text says of the weights of a half that are in few bits, the tensors beside them, and their checks."""
     found = [(stem, projection.stored) for stem, projection in maps.items() if projection.stored is not None]
     said = tuple((stem, *stored.form) for stem, stored in found)
-    return said, [tensor for _, stored in found for tensor in stored.state]
+    checks = tuple(stored.check for _, stored in found if stored.check is not None)
+    return said, [tensor for _, stored in found for tensor in stored.state], checks
 
 
 def _settled(values: SpecKey) -> SpecKey:
@@ -199,7 +204,7 @@ def _attention(a: Attention, parts: Parts, dtype: torch.dtype) -> HalfFacts | Re
     if q[:2] != k[:2]:
         kinds = type(a.q_norm).__name__, type(a.k_norm).__name__
         return Reason("q_norm is a {}, k_norm a {}, which are not of one kind and eps".format(*kinds))
-    (lora, adapters), (quant, quantized) = _adapters(maps), _quantized(maps)
+    (lora, adapters), (quant, quantized, checks) = _adapters(maps), _quantized(maps)
     key = AttentionKey(
         heads=a.heads,
         kv_heads=a.kv_heads,
@@ -221,7 +226,7 @@ def _attention(a: Attention, parts: Parts, dtype: torch.dtype) -> HalfFacts | Re
         **_frame(a, norms, lora, quant),
     )
     slots = [*_slots("attn", {**maps, **norms, **turned}), a.sinks]
-    return HalfFacts(_settled(key), slots, adapters, quantized, width)
+    return HalfFacts(_settled(key), slots, adapters, quantized, checks, width)
 
 
 def _ffn(f: FFN, parts: Parts, dtype: torch.dtype) -> HalfFacts | Reason:
@@ -239,7 +244,7 @@ def _ffn(f: FFN, parts: Parts, dtype: torch.dtype) -> HalfFacts | Reason:
     norms = _norms(names, "ffn", width, dtype, {"pre": f.pre, "post": f.post, "out": f.out})
     if isinstance(norms, Reason):
         return norms
-    (lora, adapters), (quant, quantized) = _adapters(maps), _quantized(maps)
+    (lora, adapters), (quant, quantized, checks) = _adapters(maps), _quantized(maps)
     key = FFNKey(
         act=kind,
         hidden=f.hidden or down.in_features,
@@ -249,7 +254,7 @@ def _ffn(f: FFN, parts: Parts, dtype: torch.dtype) -> HalfFacts | Reason:
         **_frame(f, norms, lora, quant),
     )
     slots = [*_slots("ffn", {**maps, **norms}), None]  # the call gives coefficients
-    return HalfFacts(_settled(key), slots, adapters, quantized, width)
+    return HalfFacts(_settled(key), slots, adapters, quantized, checks, width)
 
 
 def _frame(half: Attention | FFN, norms: dict[str, Norm], lora: SpecKey, quant: SpecKey) -> dict[str, Any]:

@@ -16,8 +16,9 @@ from ckptfused.layer.hooks import watched
 from ckptfused.layer.norms import own_kind
 from ckptfused.layer.parts import Reason, weight
 from ckptfused.layer.peft import LoRA, active_copy, adapters, is_lora
-from ckptfused.layer.quantized import LINEARS, Stored, is_quantized, stored_weight
+from ckptfused.layer.quantized import LINEARS, is_quantized, stored_weight
 from ckptfused.layer.source import activation_of, as_read, class_name, norm_of
+from ckptfused.layer.stored import Stored
 from ckptfused.spec import BIASED_NORMS, GATED_ACTIVATIONS, GATED_BY
 
 

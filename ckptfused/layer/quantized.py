@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.parametrize import type_before_parametrizations
 
-from ckptfused.checks import autocast_enabled
 from ckptfused.compat.quantizers import (
     AWQ_LINEAR,
     AWQ_METHODS,
@@ -38,30 +37,10 @@ from ckptfused.cost.open_ledger import device_counted
 from ckptfused.layer.hooks import hooked
 from ckptfused.layer.parts import Reason, weight
 from ckptfused.layer.source import as_read, class_as_read, class_name
-from ckptfused.spec import Quantized
+from ckptfused.layer.stored import Stored, Weight, wanted_type, with_check
 
 # As they are now: a subclass that somebody puts in their place in torch.nn may compute something else.
 LINEARS = (nn.Linear, NonDynamicallyQuantizableLinear)
-
-
-class Stored(NamedTuple):
-    """How a weight is stored: as the fields of `spec.Quantized`, the tensors beside it, and the shape [out, in] of the
-    numbers."""
-
-    form: tuple[Any, ...]
-    """kind, block, nested, scales, strided; the last ones may be left out."""
-    state: tuple[Tensor | None, ...]
-    """scale, offset, nested_scale, table."""
-    shape: tuple[int, ...]
-
-    @torch.no_grad()
-    def numbers(self, codes: Tensor, x: Tensor) -> Tensor:
-        """The weight in the type of a product with x. **Shapes** codes as they are stored; [out, in]."""
-        form, dtype = Quantized("", *self.form).form, _wanted(codes, x.dtype)
-        return torch.ops.ckptfused.dequantize(codes, self.state, form, self.shape, dtype)  # type: ignore[no-any-return]
-
-
-Weight = tuple[Tensor, Stored] | Reason
 
 
 def is_quantized(module: nn.Module) -> bool:
@@ -82,7 +61,12 @@ def stored_weight(module: nn.Module, dtype: torch.dtype, name: str) -> Weight:
     owner = module._parameters.get("weight")
     if found[0].requires_grad or (owner is not None and owner.requires_grad):
         return Reason(f"{name}: its quantized weight asks for a gradient")
-    return found
+    wanted = wanted_type(found[0], dtype)  # what autocast makes of it now: a backward may run without
+
+    def read(owner: nn.Module) -> Weight | None:
+        return reader(owner, wanted, name) if _reader(owner) is reader else None
+
+    return found[0], with_check(found, module, read, name)
 
 
 def _reader(module: nn.Module) -> Callable[[Any, torch.dtype, str], Weight] | None:
@@ -117,7 +101,7 @@ def _four_bits(module: Any, dtype: torch.dtype, name: str) -> Weight:
                 "and now trains without gradients: load the model again, and evaluate it converted and without a cache"
             )
         return Reason(f"{name}: bitsandbytes packed its weight for inference", original=True)
-    own, wanted = four_bit_compute_type(module, dtype, (torch.float32, torch.bfloat16)), _wanted(codes, dtype)
+    own, wanted = four_bit_compute_type(module, dtype, (torch.float32, torch.bfloat16)), wanted_type(codes, dtype)
     if own != wanted:
         return _another_type(name, own, wanted, "load the model with bnb_4bit_compute_dtype")
     if tuple(state.shape) != (module.out_features, module.in_features):
@@ -150,22 +134,26 @@ class Stack(NamedTuple):
 
 def stored_stack(module: nn.Module, name: str) -> Stack | Reason | None:
     """How such a parameter is stored, or why it cannot be read; None of any other."""
-    held: Any = module._modules.get("parametrizations")
-    if held is None or name not in held:
-        return None
-    (made_by, *others), codes = held[name], held[name].original
-    if others or class_name(type(made_by)) != FOUR_BIT_STACK or not as_read(made_by):
-        return None
-    if hooked(made_by) or hooked(held[name]):
-        return None
-    state = made_by.quant_state
-    read = _four_bits_of(codes, state, name)
-    if isinstance(read, Reason):
+    read = _stack_parts(module, name)
+    if read is None or isinstance(read, Reason):
         return read
-    codes, stored, count = read[0].reshape(-1).view(torch.uint8), read[1], state.shape[0]
+    held: Any = module._modules["parametrizations"]
+    made_by, *others = held[name]
+    if others or not as_read(made_by) or hooked(made_by) or hooked(held[name]):
+        return None
+    codes, state = read[0].reshape(-1).view(torch.uint8), made_by.quant_state
+    count = state.shape[0]
     if len(state.shape) != 3 or 2 * codes.numel() != math.prod(state.shape) or codes.numel() % count:
         return Reason(f"{name}: its weights were quantized as {list(state.shape)}, expected [E, out, in]")
+    stored = with_check(read, module, lambda owner: _stack_parts(owner, name), name)
     return Stack(codes.view(count, -1), stored, state.dtype)
+
+
+def _stack_parts(module: Any, name: str) -> Weight | None:
+    held = module._modules.get("parametrizations")
+    if held is None or name not in held or class_name(type(held[name][0])) != FOUR_BIT_STACK:
+        return None
+    return _four_bits_of(held[name].original, held[name][0].quant_state, name)
 
 
 def stack_numbers(module: nn.Module) -> dict[str, Tensor]:
@@ -205,7 +193,7 @@ def _hqq(module: Any, dtype: torch.dtype, name: str) -> Weight:
         return Reason(f"{name}: its scales are quantized, on the host or numbers, or its codes are not packed")
     if torch.compiler.is_compiling():
         return Reason(f"{name} is HQQ's, whose tensors torch.compile cannot read")
-    if (own := found.scale.dtype) != (wanted := _wanted(found.codes, dtype)):
+    if (own := found.scale.dtype) != (wanted := wanted_type(found.codes, dtype)):
         return _another_type(name, own, wanted, "quantize the model with compute_dtype")
     shape = (module.out_features, module.in_features)
     if found.block is None or found.scale.numel() * found.block != math.prod(shape):
@@ -274,10 +262,3 @@ def _another_type(name: str, own: torch.dtype, wanted: torch.dtype, how: str) ->
 
 def _type_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _wanted(codes: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """The type of the block's products: that of x, or autocast's."""
-    if dtype == torch.float64 or not autocast_enabled(codes):
-        return dtype
-    return torch.get_autocast_dtype(codes.device.type)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -33,6 +33,13 @@ def end_replay(x: Tensor, beside: SlotTensors, state: Callable[[], Tensor] | Non
             save(t)
 
 
+def checked_before_backward(y: Tensor, checks: Sequence[Callable[[], None]]) -> Tensor:
+    """The result of an op, in whose backward these are called first; not where torch.compile traces it."""
+    if checks and y.grad_fn is not None and not torch.compiler.is_compiling():
+        y.grad_fn.register_prehook(lambda _: [check() for check in checks] and None)
+    return y
+
+
 class Call(NamedTuple):
     """The arguments of one block op, checked. **Shapes** as `functional.block`, x with three dimensions."""
 
@@ -48,6 +55,8 @@ class Call(NamedTuple):
     keep_keys: Callable[[Tensor, Tensor], object] | None = None
     """Takes the call's keys and values, where gradients are off: a key/value cache."""
     q_scale: Tensor | None = None
+    checks: Sequence[Callable[[], None]] = ()
+    """Each is called before a backward, and may raise."""
 
     @property
     def aux(self) -> SlotTensors:
@@ -70,7 +79,7 @@ class Call(NamedTuple):
                 generator = enclosing_checkpoint.source(x, generator)
             if "keep=" not in text:
                 end_replay(x, [*slots, *aux], (lambda: rng.state(x, generator)) if draws else None)
-        return _OPS[self.op](x, slots, aux, text, generator=generator)
+        return checked_before_backward(_OPS[self.op](x, slots, aux, text, generator=generator), self.checks)
 
     def _handing_keys_on(
         self, keep_keys: Callable[[Tensor, Tensor], object], generator: torch.Generator | None

@@ -4,6 +4,7 @@
 #include <ATen/ScalarOps.h>
 
 #include <algorithm>
+#include <cmath>
 
 #include "block/adapters_aten.h"
 #include "math/dropout.h"
@@ -148,9 +149,12 @@ class HalfRows {
     return out;
   }
 
-  // All of them in one product, so that y is rounded once: a bias is one more row of b, by which a
-  // column of the scale is multiplied.
+  // All of them in one product, so that y is rounded once: a bias is one more row of b, times its
+  // scale. The product has the largest scale, so that no number is beyond what it is in y or in t.
   void add_all(const Tensor& out, const Tensor& rows, int64_t row) const {
+    double most = 0;
+    for (const Adapter& adapter : adapters_) most = std::max(most, std::abs(scale(adapter)));
+    if (most == 0) most = 1;
     std::vector<Tensor> low, high, rest;
     bool any_rest = false;
     const auto add = [&](const Tensor& t, const Tensor& b, const Tensor& b_rest) {
@@ -161,16 +165,16 @@ class HalfRows {
     };
     for (const Adapter& adapter : adapters_) {
       const Tensor t = low_rank(kept(rows, adapter, row), adapter.a, adapter.a_rest);
-      add(t.mul_(scale(adapter)), adapter.b.t(), transposed(adapter.b_rest));
+      add(t.mul_(scale(adapter) / most), adapter.b.t(), transposed(adapter.b_rest));
       if (!adapter.bias.defined()) continue;
-      const Tensor wide = adapter.bias.unsqueeze(0), bias = wide.to(type_);
-      const Tensor left = wide.scalar_type() == type_ ? Tensor() : at::empty_like(bias);
-      if (left.defined()) split_into(wide, bias, left);
-      const double scaled = adapter.scale * rest_scale(type_);
-      add(at::full({rows.size(0), 1}, scaled, t.options()), bias, left);
+      const Tensor wide = at::empty({1, out.size(1)}, t.options());
+      wide.copy_(adapter.bias).mul_(adapter.scale);
+      const Tensor bias = at::empty(wide.sizes(), out.options()), left = at::empty_like(bias);
+      split_into(wide, bias, left);
+      add(at::full({rows.size(0), 1}, rest_scale(type_) / most, t.options()), bias, left);
     }
     multiply_wide(out, Halves(at::cat(low, 1), type_), at::cat(high),
-                  any_rest ? at::cat(rest) : Tensor(), 1, true);
+                  any_rest ? at::cat(rest) : Tensor(), most, true);
   }
 
   void backward(const Adapter& adapter, const Tensor& d, const Tensor& in, const Tensor& din,

@@ -172,6 +172,9 @@ bool is_half(at::ScalarType dtype) {
 }
 
 bool widens(const at::Tensor& like) {
+  // Where cuBLAS may add up in float16 PyTorch refuses them: a setting of this moment.
+  const bool half_on_gpu = like.is_cuda() && like.scalar_type() == at::kHalf;
+  if (half_on_gpu && at::globalContext().allowFP16AccumulationCuBLAS()) return false;
   static std::mutex mutex;
   static std::map<std::pair<at::DeviceType, at::ScalarType>, bool> known;
   const std::lock_guard<std::mutex> lock(mutex);

@@ -36,7 +36,7 @@ bool is_half(at::ScalarType dtype);
 
 // Whether this PyTorch has products of a half-precision type with a float32 result on this kind of
 // device: where it has not, it refuses before anything runs. Asked once, so that a product made
-// again is made the same way.
+// again is made the same way; float16 has none while `allow_fp16_accumulation` is on.
 bool widens(const at::Tensor& like);
 
 // Whether the CPU's products of this dtype go through float32 blocks.

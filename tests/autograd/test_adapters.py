@@ -303,7 +303,9 @@ def check_half_precision(results: list[tuple[dict[str, float], list[dict[str, li
     number, did it not have the number's own exponent, by 2^-11.
     """
     for (errors, gradients), (own_errors, own_gradients) in zip(results, half_precision_results("cpu"), strict=True):
-        assert {name: (error, own_errors[name]) for name, error in errors.items() if error > 1.5 * own_errors[name]} == {}
+        assert {
+            name: (error, own_errors[name]) for name, error in errors.items() if error > 1.5 * own_errors[name]
+        } == {}
         for found, wanted in zip(gradients, own_gradients, strict=True):
             for name, numbers in wanted.items():
                 a, b = torch.tensor([found[name], numbers], dtype=torch.float64)
@@ -322,6 +324,41 @@ def test_half_precision_products_are_as_exact() -> None:
     )
     assert done.returncode == 0, done.stderr
     check_half_precision(json.loads(done.stdout))
+
+
+def of_large_scales(device: str) -> list[float]:
+    """Outputs of one and two adapters in float16 of which some numbers, scales or biases are large, and others small."""
+    found = []
+    for count, scale, b, bias in (
+        (1, 16.0, 2**-10, None),
+        (2, 16.0, 2**-10, None),
+        (1, 16.0, 2**-10, 0.0),
+        (1, 2**-6, 0.0, 1e5),
+        (1, 2.0**17, 0.0, 2**-20),
+        (2, 0.0, 1.0, 1.0),
+    ):
+        spec = BlockSpec(ffn=FFNSpec("relu", 8, lora=(Adapter("down", 1, scale),) * count))
+        params = {"ffn.up_w": torch.eye(8).half(), "ffn.down_w": torch.zeros(8, 8).half()}
+        for i in range(count):
+            params |= {f"ffn.lora{i}.a": torch.ones(1, 8), f"ffn.lora{i}.b": torch.full((8, 1), b)}
+            params |= {} if bias is None else {f"ffn.lora{i}.bias": torch.full((8,), bias)}
+        params = {name: t.to(device) for name, t in params.items()}
+        found.append(ffn_block(torch.full((1, 2, 8), 1000.0).half().to(device), params, spec)[0, 0, 0].item())
+    return found
+
+
+def test_scales_are_not_beyond_float16() -> None:
+    """A number is within float16 where it is in the output: what its scale makes of it on the way is, too."""
+    done = forks.python(
+        """
+        import json
+        from tests.autograd.test_adapters import of_large_scales
+        print(json.dumps(of_large_scales("cpu")))
+        """,
+        CKPTFUSED_ADAPTERS="aten",
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == of_large_scales("cpu")
 
 
 @pytest.mark.slow

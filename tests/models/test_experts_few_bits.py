@@ -130,7 +130,7 @@ def test_a_prediction_is_no_lower_than_a_step() -> None:
     assert measured.peak <= predicted.peak <= 1.3 * measured.peak  # the most crowded router
 
 
-@pytest.mark.parametrize("what", ["absmax", "codes", "memory"])
+@pytest.mark.parametrize("what", ["absmax", "codes", "memory", "object"])
 def test_what_changes_before_backward_raises(what: str) -> None:
     model = converted(packed("mixtral", num_hidden_layers=1))
     ids = torch.randint(0, 50, (2, 9))
@@ -140,9 +140,12 @@ def test_what_changes_before_backward_raises(what: str) -> None:
         held[0].quant_state.absmax.mul_(1)
     elif what == "codes":
         held.original.add_(0)
+    elif what == "object":
+        held[0].quant_state.absmax = held[0].quant_state.absmax * 2
     else:
         held.original.data = held.original.data.clone()
-    with pytest.raises(RuntimeError, match="got other memory" if what == "memory" else "modified by an inplace"):
+    said = {"memory": "got other memory", "object": "was replaced between"}.get(what, "modified by an inplace")
+    with pytest.raises(RuntimeError, match=said):
         loss.backward()
 
 

@@ -263,22 +263,50 @@ def test_biases_of_adapters_tell_nothing_of_x() -> None:
     assert x[0].dtype == torch.bfloat16
 
 
-def test_a_state_that_is_replaced_counts_from_the_next_call(tmp_path: Path) -> None:
-    """A backward has the weight of its forward; a merge, a move or FSDP puts another one there."""
+REPLACED = {
+    "absmax": lambda layer: setattr(layer.weight.quant_state, "absmax", layer.weight.quant_state.absmax * 2),
+    "state": lambda layer: setattr(layer.weight, "quant_state", copy.deepcopy(layer.weight.quant_state)),
+    "weight": lambda layer: setattr(layer, "weight", copy.deepcopy(layer.weight)),
+    "kind": lambda layer: setattr(layer, "__class__", nn.Linear),
+}
+
+
+@pytest.mark.parametrize("what", REPLACED)
+def test_a_state_that_is_replaced_before_backward_raises(tmp_path: Path, what: str) -> None:
+    """From the next call on it counts."""
     pytest.importorskip("bitsandbytes")
     llama().save_pretrained(tmp_path)
     plain, model = (adapted(loaded(tmp_path)) for _ in range(2))
     ckptfused.convert(model)
-    want = run(plain, text_batch())
-    model.zero_grad()
+    run(model, text_batch())
     out = model(**text_batch())
     for each in (plain, model):
         for layer in each.base_model.model.model.layers:
-            state = layer.mlp.up_proj.weight.quant_state
-            state.absmax = state.absmax * 2
-    out.loss.backward()
-    close({"loss": out.loss.detach(), **gradients(model)}, want, 1e-5)
+            REPLACED[what](layer.mlp.up_proj)
+    with pytest.raises(RuntimeError, match="its quantized weight, or the state of it, was replaced between"):
+        out.loss.backward()
+    if what == "kind":
+        return
+    model.zero_grad()
     close(run(model, text_batch()), run(plain, text_batch()), 1e-5)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_backward_elsewhere_is_no_replacement(tmp_path: Path, autocast: bool) -> None:
+    """In evaluation, under autocast or without, and once more: the weight is the same, and nothing raises."""
+    pytest.importorskip("bitsandbytes")
+    llama().save_pretrained(tmp_path)
+    model = adapted(loaded(tmp_path, bnb_4bit_compute_dtype=torch.bfloat16 if autocast else torch.float32))
+    ckptfused.convert(model)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast), unfused() as reasons:
+        loss = model(**text_batch()).loss
+    assert not reasons
+    model.eval()
+    loss.backward(retain_graph=True)
+    model.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16, enabled=not autocast):
+        loss.backward()
+    assert gradients(model)
 
 
 def test_a_certificate(tmp_path: Path) -> None:

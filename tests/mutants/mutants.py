@@ -2137,8 +2137,8 @@ MUTANTS = (
     Mutant(
         "a bias of an adapter in halves is added without its scale",
         file="csrc/block/adapters_halves.cpp",
-        text="const double scaled = adapter.scale * rest_scale(type_);",
-        defect="const double scaled = rest_scale(type_);",
+        text="wide.copy_(adapter.bias).mul_(adapter.scale);",
+        defect="wide.copy_(adapter.bias);",
         test="tests/autograd/test_adapters.py::test_half_precision_products_are_as_exact",
     ),
     Mutant(

@@ -23,6 +23,7 @@ from ckptfused.layer.sdpa import under_foreign_mode
 from ckptfused.layer.shards import is_fully_sharded
 from ckptfused.models.experts.adapters import NO_ADAPTERS, Adapters, drops, is_wrapper, read_adapters, unproved, wrapped
 from ckptfused.models.experts.read import COMPUTED_AS_SAID, is_experts, read_experts, unfit, weights_of
+from ckptfused.ops.call import checked_before_backward
 from ckptfused.ops.experts import experts
 from ckptfused.spec import Quantized
 from ckptfused.spec.experts import ExpertsSpec, parse_experts
@@ -74,7 +75,8 @@ def run(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: 
 def _by_op(module: Any, x: Tensor, ids: Tensor, scores: Tensor, added: Adapters = NO_ADAPTERS) -> Tensor:
     found = weights_of(module)
     spec = _text_of_call(module.config.text, added.numbers, found.quant)
-    return experts(x, ids, scores, *found[:4], added.tensors, found.stored, spec=spec)
+    y = experts(x, ids, scores, *found[:4], added.tensors, found.stored, spec=spec)
+    return checked_before_backward(y, found.checks)
 
 
 @constant_result

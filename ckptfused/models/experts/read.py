@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -61,6 +61,8 @@ class Weights(NamedTuple):
     """How those are stored: the fields of `spec.Quantized`."""
     dtypes: frozenset[torch.dtype]
     """The types of all of them as numbers."""
+    checks: tuple[Callable[[], None], ...]
+    """For before a backward: that stacks in few bits are still those of the forward."""
 
 
 def weights_of(module: Any) -> Weights:
@@ -74,7 +76,8 @@ def weights_of(module: Any) -> Weights:
     stored = tuple(part for t in names for part in (few[t].stored.state if t in few else none)) if few else ()
     all_of = (*plain.values(), *few.values(), *(bias for bias in (up_bias, down_bias) if bias is not None))
     quant = tuple((t, *stack.stored.form) for t, stack in few.items())
-    return Weights(up, down, up_bias, down_bias, stored, quant, frozenset(t.dtype for t in all_of))
+    checks = tuple(stack.stored.check for stack in few.values() if stack.stored.check is not None)
+    return Weights(up, down, up_bias, down_bias, stored, quant, frozenset(t.dtype for t in all_of), checks)
 
 
 def _unusable(module: Any, weights: Weights, gathered_later: bool = False) -> Reason | None:

@@ -1,0 +1,77 @@
+"""How a weight that a library keeps in few bits is stored, and whether it still is by the time of a backward."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ckptfused.checks import autocast_enabled, is_dtensor
+from ckptfused.layer.parts import Reason
+from ckptfused.spec import Quantized
+
+
+class Stored(NamedTuple):
+    """How a weight is stored: as the fields of `spec.Quantized`, the tensors beside it, and the shape [out, in] of the
+    numbers."""
+
+    form: tuple[Any, ...]
+    """kind, block, nested, scales, strided; the last ones may be left out."""
+    state: tuple[Tensor | None, ...]
+    """scale, offset, nested_scale, table."""
+    shape: tuple[int, ...]
+    check: Callable[[], None] | None = None
+    """For before a backward: **raises** `RuntimeError` where the module has another weight or state now."""
+
+    @torch.no_grad()
+    def numbers(self, codes: Tensor, x: Tensor) -> Tensor:
+        """The weight in the type of a product with x. **Shapes** codes as they are stored; [out, in]."""
+        form, dtype = Quantized("", *self.form).form, wanted_type(codes, x.dtype)
+        return torch.ops.ckptfused.dequantize(codes, self.state, form, self.shape, dtype)  # type: ignore[no-any-return]
+
+
+Weight = tuple[Tensor, Stored] | Reason
+
+
+def with_check(
+    found: tuple[Tensor, Stored], module: nn.Module, read: Callable[[nn.Module], Weight | None], name: str
+) -> Stored:
+    """How it is stored, with the check that the module has no other weight or state by the time of a backward.
+
+    read: reads the module once more; None where it is not stored in few bits any more.
+    """
+    codes, stored = found
+    if torch.compiler.is_compiling():
+        return stored
+    owner = weakref.ref(module)  # the graph that checks is no owner, nor one more link of a cycle
+
+    def check() -> None:
+        module = owner()
+        if module is None or any(map(is_dtensor, module.parameters())):  # FSDP2 has shards there in between
+            return
+        with torch.autocast(codes.device.type, enabled=False):
+            now = read(module)
+        if isinstance(now, Reason):  # in evaluation, for instance, where the next forward would not be fused
+            return
+        if now is None or not all(map(_is_same, (codes, *stored.state), (now[0], *now[1].state))):
+            raise RuntimeError(
+                f"{name}: its quantized weight, or the state of it, was replaced between forward and backward "
+                "(a merge, another base): call backward first"
+            )
+
+    return stored._replace(check=check)
+
+
+def _is_same(a: Tensor | None, b: Tensor | None) -> bool:
+    """Whether both are one memory. Codes and scales that a library makes at each reading are views."""
+    return a is b or (a is not None and b is not None and a.data_ptr() == b.data_ptr() and a.shape == b.shape)
+
+
+def wanted_type(codes: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """The type of the block's products: that of x, or autocast's."""
+    if dtype == torch.float64 or not autocast_enabled(codes):
+        return dtype
+    return torch.get_autocast_dtype(codes.device.type)
