@@ -327,7 +327,7 @@ def test_half_precision_products_are_as_exact() -> None:
 
 
 def of_large_scales(device: str) -> list[float]:
-    """Outputs of one and two adapters in float16 of which some numbers, scales or biases are large, and others small."""
+    """Outputs of one and two adapters in float16 with large numbers, scales or biases, and small ones beside them."""
     found = []
     for count, scale, b, bias in (
         (1, 16.0, 2**-10, None),

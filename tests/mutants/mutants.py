@@ -306,6 +306,13 @@ MUTANTS = (
         test=_tiled(700),
     ),
     Mutant(
+        "a weight in few bits that is replaced before backward is none of its business",
+        file="ckptfused/layer/stored.py",
+        text="if now is None or not all(map(_is_same, (codes, *stored.state), (now[0], *now[1].state))):",
+        defect="if now is None:",
+        test="tests/models/test_quantised.py::test_a_state_that_is_replaced_before_backward_raises[state]",
+    ),
+    Mutant(
         "low-rank values of adapters on a GPU rounded to half precision, without the rest",
         file="csrc/block/adapters_halves.cpp",
         text="rest.copy_(scaled.sub(high.to(scaled.scalar_type()), scale));",
