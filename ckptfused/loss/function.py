@@ -195,7 +195,8 @@ def linear_cross_entropy(
     else:
         if not compiling and any(lora.p for lora in adapters):
             generator = enclosing_checkpoint.source(x, generator)
-        made = _OP(x, weight, bias, target, class_weight, tensors, text, generator=generator)
+        direct = None if more else _C.linear_cross_entropy(x, weight, bias, target, class_weight, text)
+        made = direct or _OP(x, weight, bias, target, class_weight, tensors, text, generator=generator)
     loss = _divided(made[0], num_items, target, ignore_index, class_weight) if outside else made[0]
     return LossOutput(loss, *made[1:]) if return_tokens else loss
 

@@ -176,7 +176,6 @@ struct LossFunction : torch::autograd::Function<LossFunction> {
     variable_list grads(edges + 1);  // of the present tensors, and LossCall
     if (!dloss[0].defined()) return grads;
     if (!count.isNone()) dloss[0] = divided(dloss[0], count, 1);
-    const SettingsGuard guard(ctx->saved_data["settings"].toIntVector());
     const variable_list kept = wanted(ctx, needs);
     if (kept.empty()) check_places(saved, ctx->saved_data["places"]);  // else it reads no weight
     variable_list results;
@@ -185,6 +184,7 @@ struct LossFunction : torch::autograd::Function<LossFunction> {
       results = in_own_types(kept, tensors, as_bools(needs));
       ctx->saved_data.erase("kept");
     } else {
+      const SettingsGuard guard(ctx->saved_data["settings"].toIntVector());
       OptTensorList adapters;
       for (size_t i = kLossAdapters; i < tensors.size(); ++i)
         adapters.push_back(call::opt(tensors[i]));

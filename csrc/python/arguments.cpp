@@ -7,6 +7,7 @@
 #include <tuple>
 #include <vector>
 
+#include <ATen/PythonTorchFunctionTLS.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -26,6 +27,10 @@ const Tensor* plain(const handle& value) {
 
 bool is_compute_type(at::ScalarType type) {
   return type == at::kFloat || type == at::kBFloat16 || type == at::kHalf || type == at::kDouble;
+}
+
+pybind11::object wrap(const Tensor& t) {
+  return pybind11::reinterpret_steal<pybind11::object>(THPVariable_Wrap(t));
 }
 
 // Whether Python's checks of these arguments of linear_cross_entropy would find nothing. They find
@@ -49,6 +54,39 @@ bool loss_arguments_fit(const handle& x_, const handle& weight_, const handle& t
   };
   return shaped && typed && weight->device() == x->device() && target->device() == x->device() &&
          is_vector(bias, true) && is_vector(class_weight, false);
+}
+
+// The op without adapters on arguments that fit, past the schema by which PyTorch reads Python's
+// arguments; None where a mode or class of somebody's may want to see the call.
+pybind11::object linear_cross_entropy(const handle& x, const handle& weight, const handle& bias,
+                                      const handle& target, const handle& class_weight,
+                                      const std::string& spec) {
+  using Optional = std::optional<Tensor>;
+  using Result = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+  static const auto op =
+      c10::Dispatcher::singleton()
+          .findSchemaOrThrow("ckptfused::linear_cross_entropy", "")
+          .typed<Result(const Tensor&, const Tensor&, const Optional&, const Tensor&,
+                        const Optional&, const c10::List<Optional>&, std::string_view,
+                        const std::optional<at::Generator>&)>();
+  const auto is_own = [](const handle& t) {
+    return t.is_none() || THPVariable_CheckExact(t.ptr());
+  };
+  const auto optional = [](const handle& t) {
+    return t.is_none() ? Optional() : Optional(THPVariable_Unpack(t.ptr()));
+  };
+  if (at::impl::torch_function_mode_enabled() || !is_own(x) || !is_own(weight) || !is_own(target) ||
+      !is_own(bias) || !is_own(class_weight)) {
+    return pybind11::none();
+  }
+  const Optional b = optional(bias), w = optional(class_weight);
+  const Tensor &x_ = THPVariable_Unpack(x.ptr()), &weight_ = THPVariable_Unpack(weight.ptr());
+  const Tensor& target_ = THPVariable_Unpack(target.ptr());
+  const auto [loss, each, lse, predicted] = [&] {
+    const pybind11::gil_scoped_release release;
+    return op.call(x_, weight_, b, target_, w, c10::List<Optional>(), spec, {});
+  }();
+  return pybind11::make_tuple(wrap(loss), wrap(each), wrap(lse), wrap(predicted));
 }
 
 // What the slots of a block call take.
@@ -88,6 +126,7 @@ class ExpectedTensors {
 
 void bind_arguments(pybind11::module_& m) {
   m.def("loss_arguments_fit", &loss_arguments_fit);
+  m.def("linear_cross_entropy", &linear_cross_entropy);
   pybind11::class_<ExpectedTensors>(m, "ExpectedTensors")
       .def(pybind11::init<std::vector<ExpectedTensors::Slot>>())
       .def("fit", &ExpectedTensors::fit);
