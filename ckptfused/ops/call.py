@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ckptfused import _extension, rng  # noqa: F401  (the first two register the ops)
+from ckptfused import rng
+from ckptfused._extension import _C  # registers the ops, too
 from ckptfused.checks import compute_word, transformed
 from ckptfused.eager.from_op import plain_block, torch_masks
 from ckptfused.masks import NO_MASK, Mask
@@ -34,8 +35,8 @@ def end_replay(x: Tensor, beside: SlotTensors, state: Callable[[], Tensor] | Non
 
 
 def checked_before_backward(y: Tensor, checks: Sequence[Callable[[], None]]) -> Tensor:
-    """The result of an op, in whose backward these are called first; not where torch.compile traces it."""
-    if checks and y.grad_fn is not None and not torch.compiler.is_compiling():
+    """The result of an op, in whose backward these are called first."""
+    if checks and y.grad_fn is not None:
         y.grad_fn.register_prehook(lambda _: [check() for check in checks] and None)
     return y
 
@@ -73,13 +74,17 @@ class Call(NamedTuple):
         if transformed():
             text += compute_word(x)
             return plain_block(x, slots, aux, text, torch_masks(x, aux, text, generator))
-        if not torch.compiler.is_compiling():
-            draws = parse(text).has_dropout
-            if draws:
-                generator = enclosing_checkpoint.source(x, generator)
-            if "keep=" not in text:
-                end_replay(x, [*slots, *aux], (lambda: rng.state(x, generator)) if draws else None)
-        return checked_before_backward(_OPS[self.op](x, slots, aux, text, generator=generator), self.checks)
+        if torch.compiler.is_compiling():
+            return _OPS[self.op](x, slots, aux, text, generator=generator)
+        draws = parse(text).has_dropout
+        if draws:
+            generator = enclosing_checkpoint.source(x, generator)
+        if "keep=" not in text:
+            end_replay(x, [*slots, *aux], (lambda: rng.state(x, generator)) if draws else None)
+        y = _C.call_block(self.op, x, slots, aux, text) if generator is None else None
+        if y is None:
+            y = _OPS[self.op](x, slots, aux, text, generator=generator)
+        return checked_before_backward(y, self.checks)
 
     def _handing_keys_on(
         self, keep_keys: Callable[[Tensor, Tensor], object], generator: torch.Generator | None

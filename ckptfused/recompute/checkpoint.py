@@ -15,7 +15,8 @@ from ckptfused.checks import transformed
 from ckptfused.compat import torch_autograd
 from ckptfused.compat.torch_autograd import saved_tensor_hooks_allowed, vmap_saves_inputs
 from ckptfused.ops import numerics
-from ckptfused.recompute.arguments import CYCLE, Given, HeldArgs
+from ckptfused.recompute.argument_trees import CYCLE
+from ckptfused.recompute.arguments import Given, HeldArgs
 from ckptfused.recompute.copy_on_write import Aliases, CopiesOnWrite, clone, share_memory
 from ckptfused.recompute.per_thread_tensors import entered
 from ckptfused.recompute.replay_state import ReplayState, itself

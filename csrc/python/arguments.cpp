@@ -56,25 +56,46 @@ bool loss_arguments_fit(const handle& x_, const handle& weight_, const handle& t
          is_vector(bias, true) && is_vector(class_weight, false);
 }
 
-// The op without adapters on arguments that fit, past the schema by which PyTorch reads Python's
-// arguments; None where a mode or class of somebody's may want to see the call.
+// Calls of ops past the schemas by which PyTorch reads Python's arguments, which takes longer than
+// a small op. They return None where a mode or class of somebody's may want to see the call.
+using Optional = std::optional<Tensor>;
+using OptionalList = c10::List<Optional>;
+using OptionalGenerator = std::optional<at::Generator>;
+
+template <typename Signature>
+auto op_of(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+}
+
+// Whether nothing but the dispatcher has a say in what is done with it.
+bool is_own(const handle& t) {
+  return t.is_none() || THPVariable_CheckExact(t.ptr());
+}
+
+bool are_own(const pybind11::list& tensors) {
+  return std::all_of(tensors.begin(), tensors.end(), is_own);
+}
+
+Optional optional(const handle& t) {
+  return t.is_none() ? Optional() : Optional(THPVariable_Unpack(t.ptr()));
+}
+
+OptionalList list_of(const pybind11::list& tensors) {
+  OptionalList list;
+  list.reserve(tensors.size());
+  for (const handle& t : tensors) list.push_back(optional(t));
+  return list;
+}
+
+// linear_cross_entropy without adapters, of arguments that fit.
 pybind11::object linear_cross_entropy(const handle& x, const handle& weight, const handle& bias,
                                       const handle& target, const handle& class_weight,
                                       const std::string& spec) {
-  using Optional = std::optional<Tensor>;
   using Result = std::tuple<Tensor, Tensor, Tensor, Tensor>;
   static const auto op =
-      c10::Dispatcher::singleton()
-          .findSchemaOrThrow("ckptfused::linear_cross_entropy", "")
-          .typed<Result(const Tensor&, const Tensor&, const Optional&, const Tensor&,
-                        const Optional&, const c10::List<Optional>&, std::string_view,
-                        const std::optional<at::Generator>&)>();
-  const auto is_own = [](const handle& t) {
-    return t.is_none() || THPVariable_CheckExact(t.ptr());
-  };
-  const auto optional = [](const handle& t) {
-    return t.is_none() ? Optional() : Optional(THPVariable_Unpack(t.ptr()));
-  };
+      op_of<Result(const Tensor&, const Tensor&, const Optional&, const Tensor&, const Optional&,
+                   const OptionalList&, std::string_view, const OptionalGenerator&)>(
+          "ckptfused::linear_cross_entropy");
   if (at::impl::torch_function_mode_enabled() || !is_own(x) || !is_own(weight) || !is_own(target) ||
       !is_own(bias) || !is_own(class_weight)) {
     return pybind11::none();
@@ -84,9 +105,29 @@ pybind11::object linear_cross_entropy(const handle& x, const handle& weight, con
   const Tensor& target_ = THPVariable_Unpack(target.ptr());
   const auto [loss, each, lse, predicted] = [&] {
     const pybind11::gil_scoped_release release;
-    return op.call(x_, weight_, b, target_, w, c10::List<Optional>(), spec, {});
+    return op.call(x_, weight_, b, target_, w, OptionalList(), spec, {});
   }();
   return pybind11::make_tuple(wrap(loss), wrap(each), wrap(lse), wrap(predicted));
+}
+
+// A block op by its name, without a generator.
+pybind11::object call_block(const std::string& name, const handle& x, const pybind11::list& slots,
+                            const pybind11::list& aux, const std::string& spec) {
+  using Block = Tensor(const Tensor&, const OptionalList&, const OptionalList&, std::string_view,
+                       const OptionalGenerator&);
+  static const auto block = op_of<Block>("ckptfused::block"),
+                    attention = op_of<Block>("ckptfused::attention_block"),
+                    ffn = op_of<Block>("ckptfused::ffn_block");
+  const auto& op = name == "block" ? block : name == "ffn_block" ? ffn : attention;
+  if (at::impl::torch_function_mode_enabled() || !is_own(x) || !are_own(slots) || !are_own(aux)) {
+    return pybind11::none();
+  }
+  const Tensor& x_ = THPVariable_Unpack(x.ptr());
+  const OptionalList params = list_of(slots), beside = list_of(aux);
+  return wrap([&] {
+    const pybind11::gil_scoped_release release;
+    return op.call(x_, params, beside, spec, {});
+  }());
 }
 
 // What the slots of a block call take.
@@ -127,6 +168,7 @@ class ExpectedTensors {
 void bind_arguments(pybind11::module_& m) {
   m.def("loss_arguments_fit", &loss_arguments_fit);
   m.def("linear_cross_entropy", &linear_cross_entropy);
+  m.def("call_block", &call_block);
   pybind11::class_<ExpectedTensors>(m, "ExpectedTensors")
       .def(pybind11::init<std::vector<ExpectedTensors::Slot>>())
       .def("fit", &ExpectedTensors::fit);
