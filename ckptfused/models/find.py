@@ -35,7 +35,7 @@ def _below(
     seen.add(module)
     family = family_of(module)
     inner = _and_whether_stages(_repeating(module))
-    if isinstance(module, nn.ModuleList) or not name:  # of a list of lists, too, and of a model's attributes
+    if isinstance(module, nn.ModuleList | nn.ModuleDict) or not name:  # of lists in a list, and a model's attributes
         inner |= repeating
     checkpoints = is_checkpointing_layer(module)
     stage = stage or (checkpoints and _holds_layers(module))
@@ -74,9 +74,9 @@ def _and_whether_stages(modules: list[nn.Module]) -> dict[nn.Module, bool]:
 
 
 def _held(container: nn.Module) -> Iterator[nn.Module]:
-    """The children of a container; in the place of lists in a list, what they hold."""
+    """The children of a container; in the place of lists and dicts in a list, what they hold."""
     for child in container._modules.values():
-        if isinstance(container, nn.ModuleList) and isinstance(child, nn.ModuleList):
+        if isinstance(container, nn.ModuleList) and isinstance(child, nn.ModuleList | nn.ModuleDict):
             yield from _held(child)
         elif child is not None:
             yield child

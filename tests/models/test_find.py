@@ -203,6 +203,19 @@ class Lists(nn.Module):
         return x
 
 
+class Dicts(nn.Module):
+    """Layers as dicts of what they consist of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleDict({"norm": nn.LayerNorm(WIDTH), "mix": Block()}) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer["mix"](layer["norm"](x))  # type: ignore[index]
+        return x
+
+
 MODELS: dict[str, tuple[Any, list[str]]] = {
     "stages of sequences": (
         lambda: nn.Sequential(*(Stage(nn.Sequential(Block(), Block())) for _ in range(2))),
@@ -248,6 +261,7 @@ MODELS: dict[str, tuple[Any, list[str]]] = {
     "experts": (lambda: nn.Sequential(Experts(), Experts()), ["0", "1"]),
     "experts with a router": (lambda: nn.Sequential(Routed(), Routed()), ["0", "1"]),
     "lists of lists": (Lists, ["layers.0.1", "layers.1.1", "layers.2.1", "layers.3.1"]),
+    "dicts in a list": (Dicts, ["layers.0.mix", "layers.1.mix"]),
     "projections": (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)), []),
 }
 
