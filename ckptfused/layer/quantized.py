@@ -64,23 +64,30 @@ def stored_weight(module: nn.Module, dtype: torch.dtype, name: str) -> Weight:
     wanted = wanted_type(found[0], dtype)  # what autocast makes of it now: a backward may run without
 
     def read(owner: nn.Module) -> Weight | None:
-        return reader(owner, wanted, name) if _reader(owner) is reader else None
+        return reader(owner, wanted, name) if _reader_by_kind(owner)[0] is reader else None
 
     return found[0], with_check(found, module, read, name)
 
 
 def _reader(module: nn.Module) -> Callable[[Any, torch.dtype, str], Weight] | None:
+    reader, methods = _reader_by_kind(module)
+    if reader is None:
+        return None
     kind: Any = type(module)
     if kind in LINEARS:
-        of = type(module._parameters.get("weight"))
-        if of is nn.Parameter or (name := f"{of.__module__}.{of.__qualname__}") not in _OF_TENSORS:
-            return None
-        reader, method = _OF_TENSORS[name]
-        return reader if class_as_read(of, getattr(of, method)) else None
-    found = _OF_LAYERS.get(class_name(kind))
-    if found is None or not as_read(module) or not all(_runs_own(module, kind, name) for name in found[1]):
-        return None
-    return found[0]
+        of = type(module._parameters["weight"])
+        return reader if all(class_as_read(of, getattr(of, method)) for method in methods) else None
+    as_they_were = as_read(module) and all(_runs_own(module, kind, name) for name in methods)
+    return reader if as_they_were else None
+
+
+def _reader_by_kind(module: nn.Module) -> tuple[Callable[[Any, torch.dtype, str], Weight] | None, tuple[str, ...]]:
+    """Who reads modules of this class, or with a weight of this class, and the methods of it that were read."""
+    kind: Any = type(module)
+    if kind not in LINEARS:
+        return _OF_LAYERS.get(class_name(kind), (None, ()))
+    of = type(module._parameters.get("weight"))
+    return (None, ()) if of is nn.Parameter else _OF_TENSORS.get(f"{of.__module__}.{of.__qualname__}", (None, ()))
 
 
 def _runs_own(module: nn.Module, kind: Any, name: str) -> bool:
@@ -244,7 +251,10 @@ _OF_LAYERS: dict[str, tuple[Callable[..., Weight], tuple[str, ...]]] = {
     AWQ_LINEAR: (_gptq, AWQ_METHODS),
 }
 """How each layer is read, and the methods of its class that were, beside its forward."""
-_OF_TENSORS = {INT8_TENSOR: (_int8_tensor, "dequantize"), NF4_TENSOR: (_nf4_tensor, "get_original_weight")}
+_OF_TENSORS: dict[str, tuple[Callable[..., Weight], tuple[str, ...]]] = {
+    INT8_TENSOR: (_int8_tensor, ("dequantize",)),
+    NF4_TENSOR: (_nf4_tensor, ("get_original_weight",)),
+}
 """How each tensor is read, and the method of its class that was."""
 
 

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ckptfused.checks import autocast_enabled, is_dtensor
+from ckptfused.checks import autocast_enabled, has_values, is_dtensor
+from ckptfused.compat.torch_memory import storage_id
 from ckptfused.layer.parts import Reason
 from ckptfused.spec import Quantized
 
@@ -44,30 +45,43 @@ def with_check(
     read: reads the module once more; None where it is not stored in few bits any more.
     """
     codes, stored = found
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not has_values(codes):
         return stored
-    owner = weakref.ref(module)  # the graph that checks is no owner, nor one more link of a cycle
+    owner, device = weakref.ref(module), codes.device.type
+    before = [_Place(t) for t in (codes, *stored.state)]
 
     def check() -> None:
         module = owner()
         if module is None or any(map(is_dtensor, module.parameters())):  # FSDP2 has shards there in between
             return
-        with torch.autocast(codes.device.type, enabled=False):
+        with torch.autocast(device, enabled=False):
             now = read(module)
         if isinstance(now, Reason):  # in evaluation, for instance, where the next forward would not be fused
             return
-        if now is None or not all(map(_is_same, (codes, *stored.state), (now[0], *now[1].state))):
+        if now is None or not all(place.has(t) for place, t in zip(before, (now[0], *now[1].state), strict=True)):
             raise RuntimeError(
                 f"{name}: its quantized weight, or the state of it, was replaced between forward and backward "
-                "(a merge, another base): call backward first"
+                "(by a merge, for instance): call backward first"
             )
 
     return stored._replace(check=check)
 
 
-def _is_same(a: Tensor | None, b: Tensor | None) -> bool:
-    """Whether both are one memory. Codes and scales that a library makes at each reading are views."""
-    return a is b or (a is not None and b is not None and a.data_ptr() == b.data_ptr() and a.shape == b.shape)
+class _Place:
+    """Where a tensor was, which it keeps alive no longer than the graph does that has saved it."""
+
+    def __init__(self, t: Tensor | None) -> None:
+        self.tensor = None if t is None else weakref.ref(t)
+        self.memory = _memory(t)
+
+    def has(self, t: Tensor | None) -> bool:
+        """Whether that is the tensor, or another one over its memory, as a library may make at each reading."""
+        same = t is None if self.tensor is None else t is not None and self.tensor() is t
+        return same or self.memory == _memory(t)
+
+
+def _memory(t: Tensor | None) -> tuple[Any, ...] | None:
+    return None if t is None else (storage_id(t), t.storage_offset(), t.shape)
 
 
 def wanted_type(codes: Tensor, dtype: torch.dtype) -> torch.dtype:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from typing import TypeGuard
 
 import torch
 from torch import nn
@@ -35,7 +36,7 @@ def _below(
     seen.add(module)
     family = family_of(module)
     inner = _and_whether_stages(_repeating(module))
-    if isinstance(module, nn.ModuleList | nn.ModuleDict) or not name:  # of lists in a list, and a model's attributes
+    if _only_holds(module) or not name:  # of lists in a list, and a model's attributes
         inner |= repeating
     checkpoints = is_checkpointing_layer(module)
     stage = stage or (checkpoints and _holds_layers(module))
@@ -76,10 +77,15 @@ def _and_whether_stages(modules: list[nn.Module]) -> dict[nn.Module, bool]:
 def _held(container: nn.Module) -> Iterator[nn.Module]:
     """The children of a container; in the place of lists and dicts in a list, what they hold."""
     for child in container._modules.values():
-        if isinstance(container, nn.ModuleList) and isinstance(child, nn.ModuleList | nn.ModuleDict):
+        if isinstance(container, nn.ModuleList) and _only_holds(child):
             yield from _held(child)
         elif child is not None:
             yield child
+
+
+def _only_holds(module: nn.Module | None) -> TypeGuard[nn.Module]:
+    """Whether it is a list or dict that is not called itself."""
+    return isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward
 
 
 def _stands_alone(module: nn.Module) -> bool:

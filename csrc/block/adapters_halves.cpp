@@ -23,14 +23,20 @@ constexpr double rest_scale(at::ScalarType type) {
   return type == at::kHalf ? 2048 : 1;
 }
 
+// What low-rank values are divided by meanwhile: sums of float16's products may be beyond float16.
+constexpr double headroom(at::ScalarType type) {
+  return type == at::kHalf ? 8 : 1;
+}
+
 // Bytes that the copy of dropped rows takes, of rows that are multiplied in half precision.
 constexpr int64_t kDropped = int64_t(128) << 20;
 
-// in @ (high + rest / rest_scale)^T in float32, times the rests' scale.
+// in @ (high + rest / rest_scale)^T in float32, times the rests' scale, by the headroom.
 Tensor low_rank(const Tensor& in, const Tensor& high, const Tensor& rest) {
   const Tensor t = at::empty({in.size(0), high.size(0)}, in.options().dtype(at::kFloat));
-  scaled_product(t, in, high.t(), rest_scale(in.scalar_type()), false);
-  if (rest.defined()) scaled_product(t, in, rest.t(), 1, true);
+  const double room = headroom(in.scalar_type());
+  scaled_product(t, in, high.t(), rest_scale(in.scalar_type()) / room, false);
+  if (rest.defined()) scaled_product(t, in, rest.t(), 1 / room, true);
   return t;
 }
 
@@ -62,7 +68,8 @@ void subtract(const Tensor& rest, const Tensor& scaled, const Tensor& high) {
 }
 
 // What is multiplied again, in halves: t [n, r] rounded, the rest of it, and t rounded once more,
-// for the other side's rest, whose scale it is without. scaled: t times the rests' scale.
+// for the other side's rest, whose scale it is without. All by the headroom. scaled: t times the
+// rests' scale, by the headroom.
 struct Halves {
   Tensor all, high, rest;
   Halves(const Tensor& scaled, at::ScalarType type) {
@@ -88,7 +95,8 @@ void multiply_wide(const Tensor& out, const Halves& t, const Tensor& high, const
   std::vector<Tensor> pieces{high, times(high, 1 / rest_scale(high.scalar_type()))};
   if (rest.defined()) pieces.push_back(rest);
   const Tensor all = at::cat(pieces);
-  scaled_product(out, t.all.narrow(1, 0, all.size(0)), all, scale, onto);
+  const double room = headroom(high.scalar_type());
+  scaled_product(out, t.all.narrow(1, 0, all.size(0)), all, scale * room, onto);
 }
 
 Tensor transposed(const Tensor& t) {
@@ -171,7 +179,8 @@ class HalfRows {
       wide.copy_(adapter.bias).mul_(adapter.scale);
       const Tensor bias = at::empty(wide.sizes(), out.options()), left = at::empty_like(bias);
       split_into(wide, bias, left);
-      add(at::full({rows.size(0), 1}, rest_scale(type_) / most, t.options()), bias, left);
+      const double one = rest_scale(type_) / headroom(type_) / most;
+      add(at::full({rows.size(0), 1}, one, t.options()), bias, left);
     }
     multiply_wide(out, Halves(at::cat(low, 1), type_), at::cat(high),
                   any_rest ? at::cat(rest) : Tensor(), most, true);
@@ -179,7 +188,7 @@ class HalfRows {
 
   void backward(const Adapter& adapter, const Tensor& d, const Tensor& in, const Tensor& din,
                 int64_t row) const {
-    const double scaled = scale(adapter);
+    const double scaled = scale(adapter) * headroom(type_);
     const bool with_in = adapter.da.defined() || adapter.db.defined();
     const Tensor x = with_in ? kept(in, adapter, row) : Tensor();
     if (adapter.db.defined()) {

@@ -81,11 +81,14 @@ void Block::release_qkv() {
   if (!(save_ && spec_.keep.qkv)) value_.qkv.reset();
 }
 
-// Whether backward makes q, k and v once more after the FFN, beside which they would take more than
-// the caller allows.
+// Whether backward makes q, k and v once more after the FFN, beside whose piece they would take
+// more than the caller allows.
 bool Block::makes_qkv_again() const {
   if (!spec_.has_attn || spec_.scratch == 0 || spec_.keep.qkv || spec_.keep.gu) return false;
-  return N_ * spec_.attn.qkv_width() * int64_t(c10::elementSize(P_)) > spec_.scratch;
+  const FFNSpec& f = spec_.ffn;
+  const int64_t widths = (f.gated() ? 3 : 2) * f.hidden, size = int64_t(c10::elementSize(P_));
+  const int64_t piece = std::min(N_ * widths * size, spec_.scratch);
+  return N_ * spec_.attn.qkv_width() * size + piece > spec_.scratch;
 }
 
 void Block::ensure_qk() {

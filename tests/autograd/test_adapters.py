@@ -329,18 +329,20 @@ def test_half_precision_products_are_as_exact() -> None:
 def of_large_scales(device: str) -> list[float]:
     """Outputs of one and two adapters in float16 with large numbers, scales or biases, and small ones beside them."""
     found = []
-    for count, scale, b, bias in (
-        (1, 16.0, 2**-10, None),
-        (2, 16.0, 2**-10, None),
-        (1, 16.0, 2**-10, 0.0),
-        (1, 2**-6, 0.0, 1e5),
-        (1, 2.0**17, 0.0, 2**-20),
-        (2, 0.0, 1.0, 1.0),
+    for count, scale, a, b, bias in (
+        (1, 16.0, 1.0, 2**-10, None),
+        (2, 16.0, 1.0, 2**-10, None),
+        (1, 16.0, 1.0, 2**-10, 0.0),
+        (1, 2**-8, 16.0, 1.0, None),
+        (2, 2**-8, 16.0, 1.0, None),
+        (1, 2**-6, 1.0, 0.0, 1e5),
+        (1, 2.0**17, 1.0, 0.0, 2**-20),
+        (2, 0.0, 1.0, 1.0, 1.0),
     ):
         spec = BlockSpec(ffn=FFNSpec("relu", 8, lora=(Adapter("down", 1, scale),) * count))
         params = {"ffn.up_w": torch.eye(8).half(), "ffn.down_w": torch.zeros(8, 8).half()}
         for i in range(count):
-            params |= {f"ffn.lora{i}.a": torch.ones(1, 8), f"ffn.lora{i}.b": torch.full((8, 1), b)}
+            params |= {f"ffn.lora{i}.a": torch.full((1, 8), a), f"ffn.lora{i}.b": torch.full((8, 1), b)}
             params |= {} if bias is None else {f"ffn.lora{i}.bias": torch.full((8,), bias)}
         params = {name: t.to(device) for name, t in params.items()}
         found.append(ffn_block(torch.full((1, 2, 8), 1000.0).half().to(device), params, spec)[0, 0, 0].item())

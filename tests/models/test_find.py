@@ -216,6 +216,26 @@ class Dicts(nn.Module):
         return x
 
 
+class Called(nn.ModuleDict):
+    """A dict that is a layer itself, as torchvision's dense blocks are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for inner in self.values():
+            x = x + inner(x)
+        return x
+
+
+class ListOfCalled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Called({"a": Block()}) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
 MODELS: dict[str, tuple[Any, list[str]]] = {
     "stages of sequences": (
         lambda: nn.Sequential(*(Stage(nn.Sequential(Block(), Block())) for _ in range(2))),
@@ -261,6 +281,7 @@ MODELS: dict[str, tuple[Any, list[str]]] = {
     "experts": (lambda: nn.Sequential(Experts(), Experts()), ["0", "1"]),
     "experts with a router": (lambda: nn.Sequential(Routed(), Routed()), ["0", "1"]),
     "lists of lists": (Lists, ["layers.0.1", "layers.1.1", "layers.2.1", "layers.3.1"]),
+    "dicts that are called in a list": (ListOfCalled, ["layers.0", "layers.1"]),
     "dicts in a list": (Dicts, ["layers.0.mix", "layers.1.mix"]),
     "projections": (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)), []),
 }

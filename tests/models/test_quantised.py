@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -302,11 +305,28 @@ def test_a_backward_elsewhere_is_no_replacement(tmp_path: Path, autocast: bool) 
         loss = model(**text_batch()).loss
     assert not reasons
     model.eval()
+    up = model.base_model.model.model.layers[0].mlp.up_proj
+    up.forward = functools.partial(type(up).forward, up)  # somebody's hook on the next calls
     loss.backward(retain_graph=True)
     model.zero_grad()
     with torch.autocast("cpu", torch.bfloat16, enabled=not autocast):
         loss.backward()
     assert gradients(model)
+
+
+def test_a_loss_keeps_no_weight_alive(tmp_path: Path) -> None:
+    """Once its backward has run: what looks for replaced weights holds none."""
+    pytest.importorskip("bitsandbytes")
+    llama().save_pretrained(tmp_path)
+    model = adapted(loaded(tmp_path))
+    ckptfused.convert(model)
+    loss = model(**text_batch()).loss
+    loss.backward()
+    up = weakref.ref(model.base_model.model.model.layers[0].mlp.up_proj)
+    del model
+    gc.collect()
+    assert up() is None
+    assert loss.isfinite()
 
 
 def test_a_certificate(tmp_path: Path) -> None:

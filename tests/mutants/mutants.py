@@ -313,6 +313,20 @@ MUTANTS = (
         test="tests/models/test_quantised.py::test_a_state_that_is_replaced_before_backward_raises[state]",
     ),
     Mutant(
+        "q, k and v lie beside the FFN's piece where both are above the limit",
+        file="csrc/block/attention.cpp",
+        text="* size + piece > spec_.scratch;",
+        defect="* size > spec_.scratch;",
+        test="tests/modules/test_scratch.py::test_q_k_and_v_are_made_again_beside_a_piece",
+    ),
+    Mutant(
+        "low-rank values of float16 beyond float16 have no headroom",
+        file="csrc/block/adapters_halves.cpp",
+        text="return type == at::kHalf ? 8 : 1;",
+        defect="return type == at::kHalf ? 1 : 1;",
+        test="tests/autograd/test_adapters.py::test_scales_are_not_beyond_float16",
+    ),
+    Mutant(
         "low-rank values of adapters on a GPU rounded to half precision, without the rest",
         file="csrc/block/adapters_halves.cpp",
         text="rest.copy_(scaled.sub(high.to(scaled.scalar_type()), scale));",
