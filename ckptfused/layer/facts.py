@@ -33,7 +33,7 @@ class HalfFacts(NamedTuple):
     quantized: SlotTensors
     """What stands beside its weights in few bits, which comes last of all."""
     checks: tuple[Callable[[], None], ...]
-    """As `LayerFacts` has them."""
+    """Its part of `LayerFacts.checks`."""
     width: int
     """Width of its result."""
 

@@ -308,8 +308,8 @@ MUTANTS = (
     Mutant(
         "a weight in few bits that is replaced before backward is none of its business",
         file="ckptfused/layer/stored.py",
-        text="if now is None or not all(map(_is_same, (codes, *stored.state), (now[0], *now[1].state))):",
-        defect="if now is None:",
+        text="if now is None or not all(place.has(t) for place",
+        defect="if now is None or not all(True for place",
         test="tests/models/test_quantised.py::test_a_state_that_is_replaced_before_backward_raises[state]",
     ),
     Mutant(
@@ -317,7 +317,7 @@ MUTANTS = (
         file="csrc/block/attention.cpp",
         text="* size + piece > spec_.scratch;",
         defect="* size > spec_.scratch;",
-        test="tests/modules/test_scratch.py::test_q_k_and_v_are_made_again_beside_a_piece",
+        test="tests/autograd/test_qkv_made_again.py::test_the_peak_of_a_frozen_layer_is_lower_by_them",
     ),
     Mutant(
         "low-rank values of float16 beyond float16 have no headroom",
@@ -1132,8 +1132,8 @@ MUTANTS = (
     Mutant(
         "q, k and v that stay beside the FFN whatever the caller allows",
         file="csrc/block/attention.cpp",
-        text="  return N_ * spec_.attn.qkv_width() * int64_t(c10::elementSize(P_)) > spec_.scratch;\n",
-        defect="  return false;\n",
+        text="* size + piece > spec_.scratch;",
+        defect="* size + piece > spec_.scratch && false;",
         test="tests/autograd/test_qkv_made_again.py::test_the_peak_of_a_frozen_layer_is_lower_by_them",
     ),
     Mutant(
