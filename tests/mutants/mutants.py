@@ -1195,8 +1195,8 @@ MUTANTS = (
     Mutant(
         "a hook on what makes numbers of stored experts that does not run",
         file="ckptfused/layer/quantized.py",
-        text="    if hooked(made_by) or hooked(held[name]):\n",
-        defect="    if False:\n",
+        text="not as_read(made_by) or hooked(made_by) or hooked(held[name]):",
+        defect="not as_read(made_by):",
         test="tests/models/test_experts_few_bits.py::test_a_hook_on_what_makes_the_numbers_runs",
     ),
     Mutant(
@@ -1253,7 +1253,7 @@ MUTANTS = (
         file="ckptfused/compat/quantizers.py",
         text='    return getattr(module, "quant_state", None) if state is None else state\n',
         defect='    return vars(module).setdefault("first", __import__("copy").copy(state))\n',
-        test="tests/models/test_quantised.py::test_a_state_that_is_replaced_counts_from_the_next_call",
+        test="tests/models/test_quantised.py::test_a_state_that_is_replaced_before_backward_raises[absmax]",
     ),
     Mutant(
         "a 4-bit weight that backward rounds once more",
