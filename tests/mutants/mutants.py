@@ -1363,8 +1363,8 @@ MUTANTS = (
     Mutant(
         "a layer of HQQ's whose weight is another than its codes",
         file="ckptfused/layer/quantized.py",
-        text=" or not all(_runs_own(module, kind, name) for name in found[1]):\n",
-        defect=":\n",
+        text="as_read(module) and all(_runs_own(module, kind, name) for name in methods)",
+        defect="as_read(module)",
         test="tests/models/test_other_quantised.py::test_layers_of_hqq_that_compute_something_else_are_generic",
     ),
     Mutant(
