@@ -35,15 +35,17 @@ WAYS = tuple(
 )
 
 
-def stored(weight: Tensor, way: Way) -> tuple[dict[str, Tensor], int, Tensor]:
-    """A weight in few bits: its codes (`"w"`) and what stands beside them, how many scales share one, and the same in
-    float32 again."""
+def stored(weight: Tensor, way: Way, dtype: torch.dtype) -> tuple[dict[str, Tensor], int, Tensor]:
+    """A weight in few bits: its codes (`"w"`) and what stands beside them, how many scales share one, and the numbers
+    that bitsandbytes makes of them for a dtype: float32's rounded, or of a table that it rounded before (0.49 where it
+    has no kernel)."""
     import bitsandbytes.functional as bnb
 
     options = {"blocksize": way.block, "compress_statistics": way.nested, "quant_storage": way.storage}
     with torch.compiler.set_stance("force_eager"):  # it would have a C++ compiler run for every shape
         codes, state = bnb.quantize_4bit(weight.float(), quant_type=way.kind, **options)
-        plain = bnb.dequantize_4bit(codes, state)
+        state.dtype = dtype if dtype.itemsize == 2 else torch.float32
+        plain = bnb.dequantize_4bit(codes, state).to(dtype)
     found = {"w": codes, "scale": state.absmax}
     if way.nested:
         inner = state.state2
@@ -62,9 +64,9 @@ def quantized(spec: BlockSpec, inputs: Inputs) -> tuple[BlockSpec, dict[str, Ten
         lists = []
         for i, target in enumerate(targets):
             way = next(ways)
-            tensors, nested, plain = stored(inputs.params[f"{half}.{target}_w"], way)
+            tensors, nested, plain = stored(inputs.params[f"{half}.{target}_w"], way, inputs.x.dtype)
             lists.append(Quantized(target, way.kind, way.block, nested))
-            weights[f"{half}.{target}_w"] = plain.to(inputs.x.dtype)
+            weights[f"{half}.{target}_w"] = plain
             frozen[f"{half}.{target}_w"] = tensors.pop("w")
             frozen.update((f"{half}.quant{i}.{slot}", tensors[slot]) for slot in QUANT_SLOTS if slot in tensors)
         halves[half] = replace(of, quant=tuple(lists))
@@ -79,14 +81,14 @@ class Stacks(NamedTuple):
     down: Tensor
     beside: list[Tensor | None]
     numbers: tuple[Tensor, Tensor]
-    """The weights of both in float32."""
+    """The weights of both, in the type of those that were stored."""
 
 
 def stored_stacks(spec: ExpertsSpec, up: Tensor, down: Tensor, ways: tuple[Way, Way]) -> Stacks:
     """Both stacks of a call in few bits."""
     codes, lists, beside, numbers = [], [], [], []
     for target, stack, way in zip(("up", "down"), (up, down), ways, strict=True):
-        tensors, nested, plain = stored(stack.detach(), way)
+        tensors, nested, plain = stored(stack.detach(), way, stack.dtype)
         codes.append(tensors["w"].view(torch.uint8).view(stack.size(0), -1))
         lists.append(Quantized(target, way.kind, way.block, nested))
         beside += [tensors.get(slot) for slot in QUANT_SLOTS]

@@ -85,9 +85,9 @@ void Block::release_qkv() {
 // more than the caller allows.
 bool Block::makes_qkv_again() const {
   if (!spec_.has_attn || spec_.scratch == 0 || spec_.keep.qkv || spec_.keep.gu) return false;
-  const FFNSpec& f = spec_.ffn;
-  const int64_t widths = (f.gated() ? 3 : 2) * f.hidden, size = int64_t(c10::elementSize(P_));
-  const int64_t piece = std::min(N_ * widths * size, spec_.scratch);
+  const int64_t size = int64_t(c10::elementSize(P_));
+  const int64_t whole = ffn_scratch(N_, spec_.ffn.hidden, spec_.ffn.gated(), size);
+  const int64_t piece = std::min(whole, spec_.scratch);
   return N_ * spec_.attn.qkv_width() * size + piece > spec_.scratch;
 }
 

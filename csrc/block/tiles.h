@@ -62,9 +62,15 @@ int64_t least_work(int64_t size, int64_t most, int64_t align, Work work) {
   return best;
 }
 
+// Bytes of what a backward of an FFN has at once without tiles: its hidden values, and those of its
+// projections or their gradients.
+inline int64_t ffn_scratch(int64_t rows, int64_t hidden, bool gated, int64_t element_size) {
+  return (gated ? 3 : 2) * rows * hidden * element_size;
+}
+
 inline FFNTiles ffn_tiles(int64_t rows, int64_t width, int64_t hidden, bool gated,
                           int64_t element_size, int64_t limit, bool cuda) {
-  const int64_t scratch = (gated ? 3 : 2) * rows * hidden * element_size;
+  const int64_t scratch = ffn_scratch(rows, hidden, gated, element_size);
   const int64_t count = (scratch + limit - 1) / limit;
   if (count <= 1) return {rows, hidden};
   // Sums over tiles are held in the accumulation type where that is wider than the storage type:

@@ -54,9 +54,8 @@ def test_the_bits_are_those_of_numbers(name: str, dtype: torch.dtype, sizes: tup
     seed = [*SPECS].index(name) + TYPES.index(dtype)
     stacks, variables = frozen(inputs, (WAYS[seed % len(WAYS)], WAYS[(seed + 3) % len(WAYS)]), spec)
     assert parse_experts(stacks.spec.to_string()) == stacks.spec
-    numbers = [t.to(dtype) for t in stacks.numbers]
     found = results(inputs, variables, run(inputs, stacks.up, stacks.down, stacks.spec, stacks.beside))
-    expected = results(inputs, variables, run(inputs, numbers[0], numbers[1], spec))
+    expected = results(inputs, variables, run(inputs, *stacks.numbers, spec))
     assert all(map(torch.equal, found, expected))
 
 
@@ -77,7 +76,7 @@ def test_one_stack_may_be_stored_alone(target: str) -> None:
 @pytest.mark.parametrize("shape", [(3, 64, 2048), (5, 48, 96), (7, 33, 64), (2, 20, 8192)], ids=str)
 def test_entries_of_a_stack(way: Way, shape: tuple[int, int, int]) -> None:
     """Wherever an expert begins, in a block or in one of nested scales."""
-    tensors, nested, plain = stored(torch.randn(shape), way)
+    tensors, nested, plain = stored(torch.randn(shape), way, torch.float32)
     state = [tensors.get(slot) for slot in ("scale", "offset", "nested_scale", "table")]
     form, size = Quantized("", way.kind, way.block, nested).form, shape[1] * shape[2]
     for expert in range(shape[0]):
