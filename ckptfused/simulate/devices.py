@@ -10,6 +10,7 @@ import math
 import re
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -154,10 +155,18 @@ def _gpu_at_hand(name: str) -> Device:
 
 
 @lru_cache(maxsize=8)
-@torch.random.fork_rng(devices=())
-@torch.autocast("cpu", enabled=False)
 def _cpu(threads: int) -> Device:
-    """This machine with so many threads, measured in a fraction of a second."""
+    """This machine with so many threads: measured in one of its own, where no mode, autocast or ledger of the caller's
+    is at work."""
+    with ThreadPoolExecutor(1) as alone:
+        return alone.submit(_measured, threads).result()
+
+
+@torch.random.fork_rng(devices=())
+def _measured(threads: int) -> Device:
+    """In a fraction of a second."""
+    if torch.get_num_threads() != threads:  # a new thread begins with as many as the environment says
+        torch.set_num_threads(threads)
     products = {dtype: _product_rate(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float64)}
     products[torch.float16] = products[torch.bfloat16]
     a = torch.ones(4 << 20)

@@ -6,7 +6,10 @@ from __future__ import annotations
 import ctypes
 import math
 import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from ckptfused import convert, cost
 from ckptfused.profiler.predict import predicted
 from ckptfused.profiler.step import TrainingStep
-from ckptfused.simulate import cpu_timings
+from ckptfused.simulate import cpu_timings, devices
 from ckptfused.simulate.alone import Like, OpCall
 from ckptfused.simulate.cpu_timings import CALLS, Cache, untimed
 from ckptfused.simulate.devices import Device, device_named
@@ -70,9 +73,32 @@ def test_an_op_runs_alone_with_the_threads_of_its_caller() -> None:
     assert said == [before + 1]
 
 
+@pytest.mark.parametrize(
+    "mode",
+    [torch.no_grad, torch.inference_mode, partial(torch.device, "meta"), partial(cost.OpenLedger, "cpu")],
+    ids=["no_grad", "inference_mode", "meta", "ledger"],
+)
+def test_the_machine_is_measured_outside_of_the_callers_modes(
+    mode: Callable[[], AbstractContextManager[object]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever asks first: the rates are kept."""
+    seen, seconds = [], devices._seconds
+    monkeypatch.setattr(devices, "_cpu", devices._cpu.__wrapped__)
+
+    def spied(function: Callable[[], object]) -> float:
+        seen.append((torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.empty(0).device.type))
+        return seconds(function)
+
+    monkeypatch.setattr(devices, "_seconds", spied)
+    with mode() as opened:
+        assert device_named("cpu").machine is not None
+        assert not isinstance(opened, cost.OpenLedger) or len(opened) == 0
+    assert seen and set(seen) == {(True, False, "cpu")}
+
+
 def test_no_ledger_sees_an_op_that_runs_alone() -> None:
     """A ledger that is open would have the code of blocks count itself, not run."""
-    results = []
+    results, timings = [], here()
 
     def ran(a: Tensor, b: Tensor) -> None:
         results.append((cpu_timings.product(a, b), torch.get_num_threads()))
@@ -80,8 +106,8 @@ def test_no_ledger_sees_an_op_that_runs_alone() -> None:
     like = Like.matrix(5, 3, torch.float32)
     q, state = Like((2, 4, 16, 8), (512, 8, 32, 1), torch.float32), (True, 5, False, True)
     with cost.OpenLedger("cpu") as opened, torch.autocast("cpu", torch.bfloat16):
-        assert here().seconds(ran, (like, like.t())) is not None
-        assert here().seconds(cpu_timings.block_attention_forward, (q, q, *state)) is not None
+        assert timings.seconds(ran, (like, like.t())) is not None
+        assert timings.seconds(cpu_timings.block_attention_forward, (q, q, *state)) is not None
         assert len(opened) == 0
     assert all(torch.equal(out, torch.full((5, 5), 3.0)) for out, _ in results)
     assert {threads for _, threads in results} == {torch.get_num_threads()}
