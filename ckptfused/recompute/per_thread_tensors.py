@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
 from threading import get_ident
 from typing import Any
 
@@ -42,37 +41,40 @@ class entered:  # noqa: N801  (a context manager that is used like a function)
                 del _inside[here]
 
 
-@contextmanager
-def shown(tensors: Mapping[tuple[nn.Module, str], Mapping[str, Any]]) -> Iterator[None]:
+class shown:  # noqa: N801  (likewise)
     """A context in which this thread finds these tensors, by name, in a module's `_buffers` or `_parameters`.
 
     What it assigns there is gone afterwards. Other threads within `entered` find, and change, the module's own.
     """
-    with ExitStack() as stack:
-        for (module, name), found in tensors.items():
-            stack.enter_context(_shown(module, name, found))
-        yield
 
+    __slots__ = ("_before", "_tensors", "_thread")
 
-@contextmanager
-def _shown(module: nn.Module, name: str, tensors: Mapping[str, Any]) -> Iterator[None]:
-    here, key = get_ident(), (module, name)
-    with _lock:
-        place = _places.setdefault(key, _Place(vars(module), name))
-        before = place.views.get(here)
-        place.views[here] = {**(place.own if before is None else before), **tensors}
-        place.install()
-    try:
-        yield
-    finally:
+    def __init__(self, tensors: Mapping[tuple[nn.Module, str], Mapping[str, Any]]) -> None:
+        self._tensors = tensors
+
+    def __enter__(self) -> None:
+        self._thread = here = get_ident()
+        self._before: list[dict[str, Any] | None] = []
         with _lock:
-            if before is None:
-                del place.views[here]
-            else:
-                place.views[here] = before
-            if not place.views:
-                del _places[key]
-            place.install()
+            for (module, name), tensors in self._tensors.items():
+                place = _places.setdefault((module, name), _Place(vars(module), name))
+                before = place.views.get(here)
+                self._before.append(before)
+                place.views[here] = {**(place.own if before is None else before), **tensors}
+                place.install()
+
+    def __exit__(self, *exception: object) -> None:
+        here = self._thread
+        with _lock:
+            for key, before in zip(self._tensors, self._before, strict=True):
+                place = _places[key]
+                if before is None:
+                    del place.views[here]
+                else:
+                    place.views[here] = before
+                if not place.views:
+                    del _places[key]
+                place.install()
 
 
 class _Place:

@@ -113,8 +113,9 @@ class ReplayState:
         before = [(holder, holder.put(holder.found)) for holder in self._scan.changed_since()]
         return before, [] if self._rng_states is None else self._rng_states.rewind()
 
-    def old_values(self) -> AbstractContextManager[Callable[[Tensor], Tensor]] | None:
-        """A context in which tensors have the values that the forward found; None where all have."""
+    def old_values(self) -> tuple[AbstractContextManager[None] | None, Callable[[Tensor], Tensor]]:
+        """A context in which tensors have the values that the forward found, None where all have; and what is saved in
+        it in the place of a tensor."""
         if not self._settled:  # a backward within the forward
             for tracked in self._tensors:
                 tracked.look()
@@ -129,7 +130,7 @@ class ReplayState:
         tensors = self._tensors + self._uncopied.others()
         made = [(module, name) for module, name in self._uncopied.absent if module._buffers.get(name) is not None]
         if not tensors and not made:
-            return None
+            return None, itself
         instead, swapped = shown_and_swapped(tensors)
         for module, name in made:
             instead[module, "_buffers"][name] = None
@@ -139,7 +140,10 @@ class ReplayState:
             for tracked in tensors
             if tracked.changed()
         }
-        return _old_values(instead, swapped, changed) if instead or swapped or changed else None
+        if swapped or changed:
+            reads = Reads(changed) if changed else None
+            return _old_values(instead, swapped, reads), _saved(swapped, reads)
+        return shown(instead) if instead else None, itself
 
     def _name(self, tracked: TrackedTensor) -> str:
         kind = "a tensor"
@@ -165,10 +169,12 @@ class _Replay:
         self._drawn: list[tuple[Any, Any]] = []
 
     def __enter__(self) -> Callable[[Tensor], Tensor]:
-        self._values = self._state.old_values()
+        self._values, saved = self._state.old_values()
         try:
             self._before, self._drawn = self._state.rewind()
-            return itself if self._values is None else self._values.__enter__()
+            if self._values is not None:
+                self._values.__enter__()
+            return saved
         except BaseException:
             self._end()
             raise
@@ -189,9 +195,13 @@ class _Replay:
 
 @contextmanager
 def _old_values(
-    instead: dict[tuple[nn.Module, str], dict[str, Any]], swapped: list[TrackedTensor], changed: dict[int, str]
-) -> Iterator[Callable[[Tensor], Tensor]]:
-    reads = Reads(changed) if changed else None
+    instead: dict[tuple[nn.Module, str], dict[str, Any]], swapped: list[TrackedTensor], reads: Reads | None
+) -> Iterator[None]:
+    with with_old_values(swapped), shown(instead), nullcontext() if reads is None else reads:
+        yield
+
+
+def _saved(swapped: list[TrackedTensor], reads: Reads | None) -> Callable[[Tensor], Tensor]:
     filled = {storage_of(tracked.tensor) for tracked in swapped}
 
     def saved(t: Tensor) -> Tensor:
@@ -199,8 +209,7 @@ def _old_values(
             reads.check(t)
         return t.clone() if storage_of(t) in filled else t
 
-    with with_old_values(swapped), shown(instead), nullcontext() if reads is None else reads:
-        yield saved
+    return saved
 
 
 def itself(t: Tensor) -> Tensor:

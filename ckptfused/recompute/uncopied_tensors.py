@@ -49,20 +49,20 @@ class UncopiedTensors:
         the others.
         """
         tensors: list[Any] = [*buffers.values()]
-        large = all_left_alone(tensors) and not has_statistics(module) and min(map(_bytes, tensors)) > STATISTICS
-        if large or _C.all_small(tensors, STATISTICS):
-            self._take(module, [*buffers], tensors)
+        small = _C.all_small(tensors, STATISTICS)
+        if small or (all_left_alone(tensors) and not has_statistics(module) and min(map(_bytes, tensors)) > STATISTICS):
+            self._take(module, [*buffers], tensors, small)
             return []
         self.absent += [(module, name) for name, t in buffers.items() if t is None]
         found = [(name, t) for name, t in buffers.items() if t is not None]
         taken = {name: t for name, t in found if _is_taken(module, t)}
-        self._take(module, [*taken], [*taken.values()])
+        self._take(module, [*taken], [*taken.values()], _C.all_small([*taken.values()], STATISTICS))
         return [(name, t) for name, t in found if name not in taken]
 
-    def _take(self, module: nn.Module, names: list[str], tensors: list[Tensor]) -> None:
+    def _take(self, module: nn.Module, names: list[str], tensors: list[Tensor], small: bool) -> None:
         if names:
             self._buffers = self._buffers or _Buffers()
-            self._buffers.add(module, names, tensors)
+            self._buffers.add(module, names, tensors, small)
 
     def begin(self) -> None:
         """Before the forward."""
@@ -71,7 +71,7 @@ class UncopiedTensors:
 
     def may_be_written(self) -> bool:
         """Whether there is a large buffer, which the forward may write after all."""
-        return self._buffers is not None and self._buffers.any_large()
+        return self._buffers is not None and self._buffers.any_large
 
     def settle(self) -> list[TrackedTensor]:
         """After the forward: returns the buffers that it wrote. A parameter that it writes (a lazy one's first values,
@@ -86,7 +86,7 @@ class UncopiedTensors:
     def others(self) -> list[TrackedTensor]:
         """The tensors that were changed since, or replaced."""
         buffers = [] if self._buffers is None else self._buffers.others()
-        if self._versions is None:
+        if not self._tensors or self._versions is None:
             return buffers
         present = itertools.chain.from_iterable([m._parameters.values() for m in self._modules])
         same = all(map(operator.is_, itertools.chain(present, (self,)), [*self._tensors, self]))
@@ -116,19 +116,18 @@ class _Buffers:
         self.modules: list[nn.Module] = []
         self.names: list[str] = []
         self.tensors: list[Tensor] = []
+        self.any_large = False
 
-    def add(self, module: nn.Module, names: list[str], tensors: list[Tensor]) -> None:
+    def add(self, module: nn.Module, names: list[str], tensors: list[Tensor], small: bool) -> None:
         self.modules += itertools.repeat(module, len(names))
         self.names += names
         self.tensors += tensors
+        self.any_large = self.any_large or not small
 
     def begin(self) -> None:
         self.versions = _C.write_counts(self.tensors)
         self.copies = _C.ByteCopies(self.tensors, STATISTICS)
         self.left: Sequence[int] = range(len(self.tensors))
-
-    def any_large(self) -> bool:
-        return not _C.all_small(self.tensors, STATISTICS)
 
     def written(self) -> list[TrackedTensor]:
         written = self._changed()

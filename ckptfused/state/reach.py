@@ -220,9 +220,10 @@ def _parts_of_function(function: types.FunctionType, found: Reached) -> _Parts:
             beyond.extend(one for one in named if isinstance(one, _HOLDING))
         if kind in _MAY_DRAW and (g := behind(value, _says_random(function.__code__))) is not None:
             beyond.append(g)
-    imported = map(sys.modules.get, imports_of(function.__code__))
-    drawn = (behind(module, _says_random(function.__code__)) for module in imported if module is not None)
-    return own, [*beyond, *(g for g in drawn if g is not None)]
+    for module in map(sys.modules.get, imports_of(function.__code__)):
+        if module is not None and (g := behind(module, _says_random(function.__code__))) is not None:
+            beyond.append(g)
+    return own, beyond
 
 
 @functools.lru_cache(maxsize=4096)
@@ -246,7 +247,12 @@ def of_torch(value: Any) -> bool:
     names = [value.__module__]
     if isinstance(value, types.FunctionType):
         names.append(value.__globals__.get("__name__"))
-    return all((name or "").split(".")[0] == "torch" for name in names)
+    return all(map(_is_of_torch, names))
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_of_torch(name: Any) -> bool:
+    return (name or "").split(".")[0] == "torch"
 
 
 def content_of_object(value: Any) -> dict[str, Any] | None:

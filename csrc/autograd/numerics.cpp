@@ -190,13 +190,15 @@ struct SettingsGuard::Process {
            same_for_process(here, wanted);
   }
 
-  // Until no guard of another thread needs other settings. A thread that holds Python's lock lets
-  // go of it meanwhile: the other may be in Python.
-  void wait(std::unique_lock<std::mutex>& lock, const Settings& wanted) {
+  // Until no guard of another thread needs other settings; returns whether it waited. A thread that
+  // holds Python's lock lets go of it meanwhile: the other may be in Python.
+  bool wait(std::unique_lock<std::mutex>& lock, const Settings& wanted) {
     constexpr std::chrono::minutes kLimit(10);
     const auto deadline = std::chrono::steady_clock::now() + kLimit;
     const auto free = [&] { return guards == held_here || joins(wanted, current_settings()); };
+    bool waited = false;
     while (!free()) {
+      waited = true;
       TORCH_CHECK(std::chrono::steady_clock::now() < deadline,
                   "ckptfused: backward has to run under the settings of its forward, but for ",
                   kLimit.count(), " minutes another thread has computed under other ones (matmul ",
@@ -212,6 +214,7 @@ struct SettingsGuard::Process {
       }
       lock.lock();
     }
+    return waited;
   }
 };
 
@@ -219,7 +222,10 @@ Settings current_settings() {
   // A thread's first use of at::parallel_for sets its number of threads. Each library has a flag of
   // its own for that: here it is ours, get_num_threads() asks PyTorch's.
   at::internal::lazy_init_num_threads();
-  Settings settings = {at::get_num_threads(), int64_t(SubnormalMode::of_thread().bits)};
+  Settings settings;
+  settings.reserve(kProcessBegin + std::size(kProcess));
+  settings.push_back(at::get_num_threads());
+  settings.push_back(int64_t(SubnormalMode::of_thread().bits));
   for (const Setting& setting : kProcess) settings.push_back(setting.get(at::globalContext()));
   return settings;
 }
@@ -234,10 +240,12 @@ SettingsGuard::SettingsGuard() {
 SettingsGuard::SettingsGuard(const Settings& wanted) {
   Process& process = Process::get();
   std::unique_lock lock(process.mutex);
-  settings_ = completed(wanted, current_settings());
-  process.wait(lock, settings_);
-  const Settings here = current_settings();
+  Settings here = current_settings();
   settings_ = completed(wanted, here);
+  if (process.wait(lock, settings_)) {
+    here = current_settings();
+    settings_ = completed(wanted, here);
+  }
   if (settings_[kThreads] != here[kThreads]) {
     threads_ = std::make_unique<ThreadsGuard>(int(settings_[kThreads]));
   }

@@ -880,8 +880,8 @@ MUTANTS = (
     Mutant(
         "buffers that a replay finds as they are now",
         file="ckptfused/recompute/replay_state.py",
-        text="with with_old_values(swapped), shown(instead), nullcontext() if reads is None else reads:",
-        defect="with with_old_values(swapped), nullcontext() if reads is None else reads:",
+        text="return shown(instead) if instead else None, itself",
+        defect="return None, itself",
         test="tests/recompute/test_replay_state.py::test_state_is_updated_once[mean-in-place-1]",
     ),
     Mutant(
