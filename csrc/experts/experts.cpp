@@ -32,7 +32,7 @@ Tensor scaled(const Tensor& t, const Tensor& scores) {
 }  // namespace
 
 Tensor narrow_ids(const Tensor& ids, int64_t experts) {
-  return ids.to(experts <= 256 ? at::kByte : at::kShort);
+  return ids.to(experts <= 256 ? at::kByte : at::kShort, false, true);
 }
 
 Experts::Experts(const ExpertsSpec& spec, const ExpertsTensors& tensors, std::vector<bool> needs)

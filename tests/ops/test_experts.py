@@ -318,8 +318,10 @@ def test_changed_in_place_before_backward_it_raises(place: str) -> None:
         y.sum().backward()
 
 
-def test_ids_may_be_changed_after_the_call() -> None:
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8])
+def test_ids_may_be_changed_after_the_call(dtype: torch.dtype) -> None:
     inputs = make()
+    inputs = inputs._replace(ids=inputs.ids.to(dtype))
     expected = torch.autograd.grad(inputs.run(GATED).sum(), inputs.variables)
     y = inputs.run(GATED)
     inputs.ids.zero_()
