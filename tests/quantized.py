@@ -96,13 +96,13 @@ def stored_stacks(spec: ExpertsSpec, up: Tensor, down: Tensor, ways: tuple[Way, 
     return Stacks(replace(spec, quant=tuple(lists)), codes[0], codes[1], beside, (numbers[0], numbers[1]))
 
 
-def quantize_linears(model: nn.Module, way: Way, compute: torch.dtype | None = None) -> None:
-    """Puts bitsandbytes' 4-bit layers in the place of all linear layers but the head."""
+def quantize_linears(model: nn.Module, way: Way, compute: torch.dtype | None = None, head: bool = False) -> None:
+    """Puts bitsandbytes' 4-bit layers in the place of all linear layers, but the head unless told to."""
     import bitsandbytes
 
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
-            if type(child) is not nn.Linear or name == "lm_head":
+            if type(child) is not nn.Linear or (name == "lm_head" and not head):
                 continue
             made = bitsandbytes.nn.Linear4bit(
                 *(child.in_features, child.out_features, child.bias is not None),

@@ -3,9 +3,12 @@ torchao 0.18, GPTQModel 7.7."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 LINEAR_4BIT = "bitsandbytes.nn.modules.Linear4bit"
 LINEAR_8BIT = "bitsandbytes.nn.modules.Linear8bitLt"
@@ -45,6 +48,25 @@ def repacked(state: Any) -> bool:
     """Whether an evaluation on a processor with AVX512-BF16 has packed a weight anew, for good; then its layer
     gives no gradients. `packing_format_for_cpu`."""
     return getattr(state, "packing_format_for_cpu", False)
+
+
+def _name_of(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+@contextmanager
+def not_repacked(module: nn.Module) -> Iterator[None]:
+    """A context in which no evaluation packs the 4-bit layers of a module anew, as they do where `training` is off; it
+    says nothing else to them. `Linear4bit.forward`."""
+    kinds = {kind for kind in map(type, module.modules()) for base in kind.__mro__ if _name_of(base) == LINEAR_4BIT}
+    layers = [m for m in module.modules() if type(m) in kinds and not m.training]
+    for layer in layers:
+        layer.training = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.training = False
 
 
 def four_bit_compute_type(module: Any, dtype: Any, safe: tuple[Any, ...]) -> Any:

@@ -260,7 +260,7 @@ _OF_TENSORS: dict[str, tuple[Callable[..., Weight], tuple[str, ...]]] = {
 
 def _to_be_saved(t: Tensor) -> Tensor:
     """The tensor, or a second one over its memory where it was made in inference mode: autograd saves none of those."""
-    if not t.is_inference():
+    if torch.compiler.is_compiling() or not t.is_inference():
         return t
     made = torch.empty(0, dtype=t.dtype, device=t.device)
     return made.set_(t.untyped_storage(), t.storage_offset(), t.size(), t.stride())  # type: ignore[call-overload, no-any-return]

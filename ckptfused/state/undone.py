@@ -26,6 +26,7 @@ _OWN = ("_parameters", "_buffers", "_modules")
 _ABSENT = object()
 _LruCache: Any = type(functools.lru_cache(len))
 _OF_OTHERS = ("asyncio", "concurrent", "logging", "multiprocessing", "queue", "threading", "torch.distributed")
+_WEAK = ("weakref", "_weakrefset")
 
 
 @contextmanager
@@ -151,10 +152,10 @@ class _Written(DispatchMode):
 
 
 def _is_of_others(value: Any) -> bool:
-    """Whether threads or ranks tell one another something by an object: it may change meanwhile, whatever a forward
-    does (a placement of tensors keeps its hash when it is first asked for).
+    """Whether threads or ranks tell one another something by an object, or it holds what is alive: it may change
+    meanwhile, whatever a forward does (a placement of tensors keeps its hash when it is first asked for).
     """
-    return f"{type(value).__module__}.".startswith(tuple(f"{name}." for name in _OF_OTHERS))
+    return f"{type(value).__module__}.".startswith(tuple(f"{name}." for name in (*_OF_OTHERS, *_WEAK)))
 
 
 def _classes(objects: Iterable[Any]) -> set[Any]:

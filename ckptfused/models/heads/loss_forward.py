@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import lru_cache
 from types import MethodType
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from ckptfused.checks import is_dtensor, transformed
 from ckptfused.compat.accelerate import BELOW_AUTOCAST, BELOW_HOOKS
+from ckptfused.compat.quantizers import not_repacked
 from ckptfused.compat.torch_compile import constant_result
 from ckptfused.compat.torch_modules import forward_hooks, forward_pre_hooks, has_backward_hooks
 from ckptfused.compat.transformers import output_class
@@ -68,7 +70,15 @@ class HeadForward:
         if args and args[0] is self.model:  # accelerate's unwrap_model made a method of this
             args = args[1:]
         found = Reason("the original is asked for") if self.paused else self._chunked(args, kwargs)
-        return self.__wrapped__(*args, **kwargs) if isinstance(found, Reason) else found
+        if not isinstance(found, Reason):
+            return found
+        module = None if self.paused or self.model.training or torch.compiler.is_compiling() else self._module()
+        with nullcontext() if module is None else not_repacked(module):
+            return self.__wrapped__(*args, **kwargs)
+
+    def _module(self) -> nn.Module | None:
+        family = head_of(self.model)
+        return None if family is None else family.head(self.model)
 
     def _chunked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model's outputs with a loss and no logits, or why this call runs as it was."""
@@ -192,7 +202,7 @@ def put_in(model: nn.Module, scratch: int | None) -> Reason | None:
     if below is None and is_patched(model):
         return Reason("its forward is not its class's: convert before accelerate, or whoever else, wraps it")
     found = HeadForward(model, scratch) if below is None else below
-    if isinstance(head := found.head(), Reason):
+    if isinstance(head := found.head(), Reason) and not head.original:  # that of a packed one is to raise in training
         return head
     found.scratch, found.paused = scratch, False
     if below is None:
