@@ -12,6 +12,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
+from benchmarks.architecture_diffusers import MODELS, diffusion_model
 from benchmarks.architecture_models import TOKENS, Subject, of_values, randomized, tokens_of, values_of
 from benchmarks.blocks_by_hand import HEADS, HIDDEN, WIDTH, LitBlock, MetaBlock, MinBlock, NanoBlock, Stack, angles
 
@@ -93,12 +94,6 @@ def _x_transformers() -> Any:
 
 def _dit_batch() -> dict[str, Any]:
     return {"hidden_states": _latent(), "timestep": torch.tensor([3, 5]), "class_labels": torch.tensor([1, 2])}
-
-
-def _flux_batch() -> dict[str, Any]:
-    text = {"encoder_hidden_states": values_of(2, 6, WIDTH), "pooled_projections": values_of(2, WIDTH)}
-    image = {"hidden_states": values_of(2, TOKENS, 4), "timestep": torch.tensor([0.1, 0.7], dtype=torch.float64)}
-    return {**text, **image, "img_ids": torch.ones(TOKENS, 3), "txt_ids": torch.zeros(6, 3)}
 
 
 def _causal() -> Tensor:
@@ -187,20 +182,7 @@ KINDS: dict[str, tuple[str, Callable[[], nn.Module], Callable[[], Any]]] = {
         partial(_of, "diffusers.DiTTransformer2DModel", **DIFFUSERS, in_channels=4, sample_size=8, norm_num_groups=4),
         _dit_batch,
     ),
-    "Flux": (
-        "FluxTransformer2DModel",
-        partial(
-            _of,
-            "diffusers.FluxTransformer2DModel",
-            **DIFFUSERS,
-            num_single_layers=2,
-            in_channels=4,
-            joint_attention_dim=WIDTH,
-            pooled_projection_dim=WIDTH,
-            axes_dims_rope=(4, 6, 6),
-        ),
-        _flux_batch,
-    ),
+    **{name: (kind, partial(diffusion_model, kind, options), given) for name, (kind, options, given) in MODELS.items()},
     "nanoGPT": ("NanoBlock", partial(Stack, NanoBlock), _text),
     "minGPT": ("MinBlock", partial(Stack, MinBlock), _text),
     "lit-llama": ("LitBlock", _lit, _text),

@@ -173,8 +173,7 @@ class Case:
             "out": ("post", "pre+out", *CLOSED),
         }
         found = {place: kind if self.layout in layouts else "none" for place, layouts in places.items()}
-        scaled = self.layout == "scaled" or (self.modulated and found["post"] != "none")
-        return {**found, "post": "layerscale"} if scaled else found
+        return {**found, "post": "layerscale"} if self.layout == "scaled" else found
 
     def adapters(self, targets: str) -> tuple[Adapter, ...]:
         """Adapters of a half that has these targets, its closing projection last."""

@@ -41,8 +41,6 @@ class BlockSpec(BlockFields):
                 raise ValueError(f"{name}.residual: expected one half alone without one, got both halves")
             if half.modulated and self.seq_first:
                 raise ValueError(f"{name}.modulated: expected batch-first x, got seq_first=True")
-            if half.modulated and half.post not in ("none", "layerscale"):
-                raise ValueError(f"{name}.modulated: expected post='none' or 'layerscale', got {half.post!r}")
         if self.parallel is not False:
             if self.parallel is not True and self.parallel != "shared":
                 raise ValueError(f"parallel: expected False, True or 'shared', got {self.parallel!r}")

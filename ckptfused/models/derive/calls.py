@@ -25,6 +25,7 @@ from ckptfused.models.derive.recording.recorder import Recorded, Value
 from ckptfused.models.derive.rules.rotations import says_twice
 from ckptfused.models.derive.untouched import untouched
 from ckptfused.models.describe.own_forward import IndexReadError
+from ckptfused.offload.calls import follow
 from ckptfused.ops.numerics import Modes
 
 IN_SHARDS = "its weights are in shards"
@@ -64,13 +65,28 @@ class Ready(NamedTuple):
     """Why there is a rest."""
     tables: tuple[tuple[str, tuple[str, str, int]], ...] = ()
     """The names of rotary tables, and how they are read: form, kind and width."""
+    streams: tuple[tuple[int, int, int], ...] = ()
+    """The places of two streams, which are x side by side, among what is given and what is returned; their tokens."""
 
     def called(self, modules: _Modules) -> list[nn.Module]:
         """The modules of a layer that are called as such."""
         return [] if self.rest is None else [modules[name.removeprefix("module:")] for name in self.rest.modules]
 
+    def given(self, leaves: list[Any]) -> Tensor:
+        """The x that the op takes."""
+        if not self.streams:
+            return leaves[self.x]  # type: ignore[no-any-return]
+        x = torch.cat([leaves[place] for place, _, _ in self.streams], 1)
+        follow(x)
+        return x
+
     def result(self, y: Tensor) -> Any:
         """What the forward returns with this result."""
+        if self.streams:
+            leaves, at = list(self.leaves), 0
+            for _, place, tokens in self.streams:
+                leaves[place], at = y.narrow(1, at, tokens), at + tokens
+            return tree_unflatten(leaves, self.tree)
         if len(self.leaves) == 1 and self.tree.is_leaf():
             return y
         return tree_unflatten([*self.leaves[: self.place], y, *self.leaves[self.place + 1 :]], self.tree)
@@ -261,8 +277,9 @@ def _to_be_called(made: Derivation, layer: nn.Module, leaves: list[Any], where: 
     rest = made.here.rest
     beside = () if rest is None else tuple((name, _place(name)) for name in rest.given)
     here = made.here
+    streams = tuple((_place(name), back, leaves[_place(name)].size(1)) for name, back in recording.streams)
     of_call = (made.layout, where, outer, recording.place, leaves_of, recording.tree, here.recipes, here.returned)
-    found = Ready(*of_call, rest, beside, made.why, read)
+    found = Ready(*of_call, rest, beside, made.why, read, streams)
     for name, how in read:
         i = _place(name)
         if leaves[where].is_meta and name in here.recipes:

@@ -1,4 +1,4 @@
-"""Copies of a layer and of a call: in float64 with random weights for the proof, without data for other shapes."""
+"""Copies of a layer: in float64 with random weights for the proof, without data for other shapes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ckptfused.compat.pytree import tree_flatten, tree_unflatten
 from ckptfused.compat.torch_distributed import composable_names, own_class
 from ckptfused.compat.transformers import is_checkpointing_layer
 from ckptfused.layer.quantized import is_quantized, stack_numbers, unparametrized
@@ -21,8 +20,6 @@ from ckptfused.layer.source import is_patched
 from ckptfused.models.derive.factors import stand_in
 from ckptfused.models.derive.recording.held import held_by
 from ckptfused.models.derive.recording.recorder import RefusedError
-from ckptfused.models.derive.rules.mask_forms import HIDES
-from ckptfused.models.derive.rules.rotations import MOST_FIRST, like_table
 from ckptfused.models.describe.own_forward import forget_places
 from ckptfused.models.experts.adapters import adds_adapters, wrapped
 from ckptfused.simulate.meta_copy import data_behind
@@ -39,35 +36,19 @@ class TooManyError(RefusedError):
 
 
 class Reading(NamedTuple):
-    """How a layer is read: what of it is not, and is called as it is, and whether its x is [T, B, C]."""
+    """How a layer is read: what of it is not, and is called as it is, and what its x is."""
 
     modules: Mapping[str, nn.Module] = types.MappingProxyType({})
     """What stands in copies of the layer for modules within, by their names."""
     calls: frozenset[tuple[str, str]] = frozenset()
     """Calls of the layer's own code: what, and in which line."""
     seq_first: bool = False
+    """Whether x is [T, B, C]."""
+    streams: bool = False
+    """Whether x is the first two tensors of a call, side by side, and what becomes of both is returned (Flux)."""
 
 
 PLAIN_READING = Reading()
-
-
-class Sizes(NamedTuple):
-    """The batch and the tokens of a call, and how many of these its tables leave out at the front."""
-
-    batch: int
-    tokens: int
-    first: int = 0
-
-    @classmethod
-    def of(cls, args: Any, kwargs: Any) -> Sizes:
-        """The sizes of a call with x [B, T, C], its first tensor; of tables two are alike."""
-        x, *others = (leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor))
-        if x.dim() != 3:
-            raise RefusedError("the layer is not called with x [B, T, C]")
-        shapes = Counter(t.shape for t in others if t.is_floating_point() and t.dim() in (2, 3))
-        rows = (shape[-2] for shape, _ in shapes.most_common() if shape[-1] % 2 == 0)
-        left_out = (x.size(1) - n for n in rows if 0 < x.size(1) - n <= MOST_FIRST)
-        return cls(x.size(0), x.size(1), next(left_out, 0))
 
 
 def layer_copy(
@@ -221,80 +202,3 @@ def layer_without_data(layer: nn.Module, placed: bool = True, reading: Reading =
 
 def _shape_of(t: Tensor, parameter: bool) -> Tensor:
     return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
-
-
-def resized_call(
-    args: Any, kwargs: Any, sizes: Sizes, generator: torch.Generator, first_key: bool, folded: bool = False
-) -> tuple[Any, Any]:
-    """A call of other sizes with random values in float64. first_key: what boolean masks say of the first key. folded:
-    what is [n, 1 or T, T] has an entry for each head of each batch element, not for each head; what is [B, …, C], or
-    [B] integers, goes with the batch alone, whatever else is as long as x.
-    """
-    leaves, tree = tree_flatten((args, kwargs))
-    x = next(leaf for leaf in leaves if isinstance(leaf, Tensor))
-    was = sizes._replace(batch=x.size(0), tokens=x.size(1))
-    made = []
-    for leaf in leaves:
-        if leaf is x:
-            made.append(torch.randn(*sizes[:2], x.size(2), dtype=torch.float64, generator=generator).requires_grad_())
-        elif isinstance(leaf, Tensor):
-            found = _resized(leaf, was, sizes, generator, first_key, folded)
-            if folded and (shape := _by_batch(leaf, was, sizes, x.size(2))) is not None:
-                found = torch.randn(shape, dtype=torch.float64, generator=generator)
-                found = found if leaf.is_floating_point() else torch.arange(sizes.batch, dtype=leaf.dtype)
-            made.append(found.requires_grad_(leaf.requires_grad and found.is_floating_point()))
-        else:
-            made.append(leaf)
-    return tree_unflatten(made, tree)
-
-
-def _by_batch(t: Tensor, was: Sizes, now: Sizes, width: int) -> tuple[int, ...] | None:
-    """The shape of a condition in another batch; None of what may not be one."""
-    if t.dim() == 1 and not t.is_floating_point() and t.dtype != torch.bool:
-        return (now.batch,) if t.size(0) == was.batch else None
-    is_one = t.is_floating_point() and t.dim() in (2, 3) and t.size(0) == was.batch and t.size(-1) == width
-    return (now.batch if was.batch > 1 else 1, *t.shape[1:]) if is_one else None
-
-
-def _resized(t: Tensor, was: Sizes, now: Sizes, generator: torch.Generator, first_key: bool, folded: bool) -> Tensor:
-    if t.is_complex():
-        return torch.view_as_complex(_resized(torch.view_as_real(t), was, now, generator, first_key, folded))
-    adds = _adds(t, was.tokens)
-    turned = (was.tokens, was.tokens - was.first)
-    table = t.is_floating_point() and t.dim() in (2, 3) and t.size(-2) in turned and not adds
-    pairs = t.is_floating_point() and t.dim() > 2 and t.size(-1) == 2
-    folded = adds or (folded and t.dim() == 3 and t.size(1) in (1, was.tokens) and t.size(2) == was.tokens)
-    shape = list(t.shape)
-    for i, size in enumerate(shape):
-        if i == 0 and size == was.batch and (t.dim() > 1 or size != was.tokens) and not (t.dim() == 2 and table):
-            shape[i] = now.batch if size > 1 else 1
-        elif i == 0 and folded and t.dim() == 3 and size % was.batch == 0 and size > 1:
-            shape[i] = size // was.batch * now.batch
-        elif pairs and was.tokens in t.shape[:i]:
-            continue
-        elif was.first and i == t.dim() - 2 and size == was.tokens - was.first and t.is_floating_point():
-            shape[i] = now.tokens - now.first
-        elif size == was.tokens and not (table and i == t.dim() - 1 and t.shape[-1] != t.shape[-2]):
-            shape[i] = now.tokens
-    if table and t.size(-1) == was.tokens and t.dim() == 3:
-        shape[-1] = t.size(-1)
-    made = torch.randn(shape, dtype=torch.float64, generator=generator)
-    if t.dtype == torch.bool:
-        found = made > 0
-        if found.dim():
-            found[..., 0], found[..., 1] = first_key, not first_key
-        return found
-    if not t.is_floating_point():
-        return torch.arange(shape[-1] if shape else 1).expand(shape).to(t.dtype).clone()
-    if adds or (t.dim() == 4 and shape[-1] == now.tokens and shape[-2] in (1, now.tokens)):
-        hidden = torch.rand(shape, generator=generator) < 0.3
-        hidden[..., 0] = False
-        return made.masked_fill(hidden, -torch.inf)
-    return like_table(t, made)
-
-
-def _adds(t: Tensor, tokens: int) -> bool:
-    """Whether a tensor is a mask to be added to logits: nothing but zeros, or with entries that hide a key."""
-    if not t.is_floating_point() or t.is_meta or t.dim() < 2 or t.numel() == 0:
-        return False
-    return t.size(-1) == t.size(-2) == tokens and bool((t <= HIDES).any() or (t == 0).all())

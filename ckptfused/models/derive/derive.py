@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ckptfused.compat.pytree import tree_map
-from ckptfused.models.derive.copies import PLAIN_READING, Reading, Sizes, layer_without_data
+from ckptfused.models.derive.copies import PLAIN_READING, Reading, layer_without_data
 from ckptfused.models.derive.flash import spelled_out
 from ckptfused.models.derive.normal_form import DerivedLayer
 from ckptfused.models.derive.opaque import CAST_CALLS, Opaque
@@ -21,6 +21,7 @@ from ckptfused.models.derive.recording.evaluate import NOTHING, Rest, evaluated
 from ckptfused.models.derive.recording.held import tensors_held
 from ckptfused.models.derive.recording.record import (
     RAISED,
+    RETURNED,
     Recording,
     forgotten_afterwards,
     record,
@@ -28,6 +29,7 @@ from ckptfused.models.derive.recording.record import (
     turned_round,
 )
 from ckptfused.models.derive.recording.recorder import Recorded, RefusedError, Value
+from ckptfused.models.derive.resized import Sizes, are_streams
 from ckptfused.models.derive.rules.mask_forms import seen_by_place
 from ckptfused.models.derive.structure import attends_first, same_shapes, same_window
 from ckptfused.models.derive.walk import CASTS
@@ -89,6 +91,8 @@ def _derived(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], pl
         args, kwargs = turned_round((args, kwargs))
         turned, _ = _derived_by(Reading(seq_first=True), layer, args, kwargs, placed)
         return found if turned.proof is None else turned
+    if found.why == RETURNED.format(2) and are_streams(args, kwargs):
+        return _derived_by(Reading(streams=True), layer, args, kwargs, placed)[0]
     return found
 
 
@@ -132,14 +136,14 @@ def _also_opaque(layer: nn.Module, reading: Reading, error: RefusedError) -> Rea
     """What is not read, with the module in which an error came to light, or the call of the layer's own code; None if
     it is among them, or they are too many.
     """
-    modules, calls, _ = reading
+    modules, calls = reading[:2]
     if error.within:
         modules = {error.within: Opaque(layer.get_submodule(error.within)), **modules}
     elif error.call is not None:
         calls |= {(error.call.op, error.call.place)}
     grown = len(modules) + len(calls)
     more = len(reading.modules) + len(reading.calls) < grown <= MOST_OPAQUE
-    return Reading(modules, calls) if more and not reading.seq_first else None
+    return Reading(modules, calls) if more and not (reading.seq_first or reading.streams) else None
 
 
 @contextmanager
@@ -181,8 +185,9 @@ def _recorded_here(
 ) -> Recording:
     """The recording of this very call on tensors without data."""
     args, kwargs = tree_map(lambda v: _without_data(v) if isinstance(v, Tensor) else v, (args, kwargs))
-    copy, opaque, seq_first = layer_without_data(layer, placed, reading), reading.calls, reading.seq_first
-    return record(copy, args, kwargs, wide=False, opaque=opaque, seq_first=seq_first)
+    copy = layer_without_data(layer, placed, reading)
+    of = {"opaque": reading.calls, "seq_first": reading.seq_first, "streams": reading.streams}
+    return record(copy, args, kwargs, wide=False, **of)  # type: ignore[arg-type]
 
 
 def refuted_by(

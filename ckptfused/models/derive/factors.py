@@ -119,6 +119,10 @@ class Factored(TorchFunctionMode):
             made = func(t, *args, **kwargs)
             self._note(made, whole if func(torch.empty(1, 2), *args, **kwargs).shape == (1, 2) else whole.turned)
             return made
+        if op == "narrow" and not kwargs and args[0] in (1, -1):
+            made = func(t, *args)
+            self._note(made, Factors(whole.left, func(whole.right, *args)))
+            return made
         if op in _CUTS and _of_rows(op, args, kwargs):
             made = func(t, *args, **kwargs)
             lefts = func(whole.left, *args, **kwargs)

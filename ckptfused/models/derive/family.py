@@ -83,7 +83,7 @@ class Derived(Family):
         }
         if not all(still_says_twice(outer[name], *how) for name, how in found.tables):
             return Reason(HALVES_DIFFER)
-        inputs = found.layout.inputs(leaves[found.x], outer)
+        inputs = found.layout.inputs(found.given(leaves), outer)
         if flash and not inputs.seq_first and inputs.masks.mask is None and inputs.masks.padding is None:
             bounds = packed(layer, inputs.x, args, kwargs)
             if isinstance(bounds, Reason):

@@ -28,7 +28,8 @@ from ckptfused.spec import GATED_ACTIVATIONS
 
 
 class Map(NamedTuple):
-    """A projection by the names of its tensors; rows: the first and the number of those that are meant; None: all."""
+    """A projection by the names of its tensors; rows, columns: the first and the number of those that are meant; None:
+    all."""
 
     weight: str
     bias: str
@@ -36,6 +37,7 @@ class Map(NamedTuple):
     rows: tuple[int, int] | None = None
     module: str = ""
     """The module in whose forward it is computed."""
+    columns: tuple[int, int] | None = None
 
 
 class NormOf(NamedTuple):
@@ -215,7 +217,7 @@ def _numbers(*calls: Recorded | None) -> Any:
 
 def _map(made: Linear | None) -> Map | None:
     bias = "" if made is None or made.bias.startswith("call:") else made.bias
-    return None if made is None else Map(made.weight, bias, made.transposed, made.rows, made.module)
+    return None if made is None else Map(made.weight, bias, made.transposed, made.rows, made.module, made.columns)
 
 
 def _norm(found: NormPiece | None) -> NormOf | None:
@@ -241,11 +243,14 @@ def _projected(layer: nn.Module, found: Map | None) -> Any:
         what = "in few bits" if is_quantized(owner) else "with an adapter"
         if module is not owner or found.bias not in ("", f"{found.module}.bias"):
             return Reason(f"{found.weight}, {what}, is used past its module")
-        return module if found.rows is None else Reason(f"{found.weight}, {what}: parts of its product are taken")
+        part = found.rows or found.columns
+        return module if part is None else Reason(f"{found.weight}, {what}: parts of its product are taken")
     weight, bias = _tensor(layer, found.weight), _tensor(layer, found.bias)
     if found.rows is not None:
         weight = weight.narrow(1 if found.transposed else 0, *found.rows)  # type: ignore[union-attr]
         bias = None if bias is None else bias.narrow(0, *found.rows)
+    if found.columns is not None:
+        weight = weight.narrow(0 if found.transposed else 1, *found.columns)  # type: ignore[union-attr]
     return Projection(weight, bias, found.transposed)  # type: ignore[arg-type]
 
 

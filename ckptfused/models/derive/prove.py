@@ -13,13 +13,14 @@ from ckptfused.eager.from_op import plain_block
 from ckptfused.layer.call import build_call, learned
 from ckptfused.layer.parts import Reason
 from ckptfused.layer.spec_text import Mode
-from ckptfused.models.derive.copies import PLAIN_READING, Reading, Sizes, TooManyError, resized_call, wide
+from ckptfused.models.derive.copies import PLAIN_READING, Reading, TooManyError, wide
 from ckptfused.models.derive.factors import Factored, UnfactoredError
 from ckptfused.models.derive.normal_form import DerivedHalf, DerivedLayer, layout_of
 from ckptfused.models.derive.read import Form, read
 from ckptfused.models.derive.recording.evaluate import evaluated
 from ckptfused.models.derive.recording.record import CHANGES, RAISED, Recording, record
 from ckptfused.models.derive.recording.recorder import Recorded, RefusedError
+from ckptfused.models.derive.resized import Sizes, resized_call
 from ckptfused.models.derive.structure import same_structure, same_window
 from ckptfused.models.derive.walk import Walk, close
 from ckptfused.ops.call import Call
@@ -64,7 +65,7 @@ def prove(
 
     **Raises** `RefusedError` saying which call no rule takes, or where and by how much the two differ.
     """
-    sizes = Sizes.of(args, kwargs)
+    sizes = Sizes.of(args, kwargs, reading.streams)
     of = (layer, args, kwargs, seed, placed, reading)
     try:
         return _proved_with(*of, sizes.first)
@@ -159,9 +160,9 @@ def _recorded_with(
 ) -> tuple[Recording, tuple[Form, Walk]]:
     trouble: RefusedError | None = None
     for first_key in (True, False):
-        given = resized_call(call[0], call[1], sizes, generator, first_key, folded)
+        given = resized_call(call[0], call[1], sizes, generator, first_key, folded, reading.streams)
         with factored:
-            of = {"opaque": reading.calls, "seq_first": reading.seq_first}
+            of = {"opaque": reading.calls, "seq_first": reading.seq_first, "streams": reading.streams}
             recording = record(own, *given, wide=True, generator=generator, **of)  # type: ignore[arg-type]
         if recording.y.data.isfinite().all():
             return recording, read(recording)

@@ -13,9 +13,9 @@ from ckptfused.models.derive.rules.attention import core
 from ckptfused.models.derive.rules.core import Core
 from ckptfused.models.derive.rules.heads import Heads, heads
 from ckptfused.models.derive.rules.output_gate import Attended, OutputGate, attended, output_gate
-from ckptfused.models.derive.rules.pieces import Linear, NormPiece, layer_scale, linear, norm
+from ckptfused.models.derive.rules.pieces import Linear, NormPiece, layer_scale, linear, norm, side_by_side
 from ckptfused.models.derive.rules.sums import FACTORS, additions, factor_of, is_sum, stream, terms_of, unscaled
-from ckptfused.models.derive.walk import Walk, arranges
+from ckptfused.models.derive.walk import Walk, arranges, products_in_parts
 
 
 class Branch(NamedTuple):
@@ -55,7 +55,7 @@ def read(recording: Recording) -> tuple[Form, Walk]:
     """The normal form of a layer. **Raises** `RefusedError` naming the first call that no rule takes."""
     walk = Walk(recording)
     try:
-        form = _form(walk)
+        form, walk = _formed(walk)
         for v in recording.beside:
             if form.attn is None or walk.through(v) not in form.attn.core.weights:  # type: ignore[union-attr]
                 raise RefusedError("the layer returns a tensor beside its result, not attention's weights", v.call)
@@ -66,6 +66,18 @@ def read(recording: Recording) -> tuple[Form, Walk]:
         error.calls = recording.before(recording.y, *recording.beside)
         raise
     return form, walk
+
+
+def _formed(walk: Walk) -> tuple[Form, Walk]:
+    """The form, whether or not both halves take parts of one product (timm's parallel block, Flux 2)."""
+    try:
+        return _form(walk), walk
+    except RefusedError:
+        for product in products_in_parts(walk.recording):
+            other = Walk(walk.recording, product)
+            if (form := other.attempt(_form, other)) is not None:
+                return form, other
+        raise
 
 
 def _form(walk: Walk) -> Form:
@@ -120,9 +132,9 @@ def _stage(walk: Walk, y: Value) -> tuple[list[Branch], NormPiece | None, Value]
             continue
         try:
             with walk.trial():
-                branches.append(_branch(walk, term))
+                branches += _branches(walk, term)
         except RefusedError as error:
-            trouble = error
+            trouble = error if trouble is None or trouble.call is None else trouble
     if trouble is not None:
         raise trouble
     if len(streams) != 1:
@@ -150,7 +162,9 @@ def _stage(walk: Walk, y: Value) -> tuple[list[Branch], NormPiece | None, Value]
 
 def _alone(walk: Walk, y: Value) -> Branch:
     """A half to whose result what it reads is not added: attention or an MLP by itself."""
-    branch = _branch(walk, y)
+    branch, *others = _branches(walk, y)
+    if others:
+        raise RefusedError("two halves to which what they read is not added", y.call)
     if branch.source is not walk.recording.x:
         raise RefusedError(f"no rule takes {branch.source}", branch.source.call)
     return branch._replace(residual=False)
@@ -174,7 +188,8 @@ def _serial(
     raise RefusedError("halves that are neither one after the other nor beside each other", y.call)
 
 
-def _branch(walk: Walk, term: Value) -> Branch:
+def _branches(walk: Walk, term: Value) -> list[Branch]:
+    """What a term of a sum adds: one half, or two of which one product is the last (PaLM, Flux)."""
     m, post, dropped = 1.0, None, None
     v = walk.same(term)
     while True:
@@ -203,7 +218,14 @@ def _branch(walk: Walk, term: Value) -> Branch:
         else:
             raise RefusedError(f"no rule takes {call}", call)
     branch = Branch(v, None, v, post, last, m, dropped)
-    inner = walk.same(last.x)
+    parts = side_by_side(walk, last)
+    if len(parts) > 1 and (dropped is not None or (post is not None and post.kind != "layerscale")):
+        raise RefusedError("dropout or a norm of what two halves add together", v.call)
+    return [_half(walk, branch._replace(last=part)) for part in parts]
+
+
+def _half(walk: Walk, branch: Branch) -> Branch:
+    inner = walk.same(branch.last.x)
     at = attended(walk, inner)
     return _ffn(walk, branch, inner) if at is None else _attention(walk, branch, inner, at)
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from ckptfused.compat.pytree import tree_leaves
-from ckptfused.models.derive.copies import Sizes
 from ckptfused.models.derive.recording.record import Recording
 from ckptfused.models.derive.recording.recorder import Recorded, RefusedError
+from ckptfused.models.derive.resized import Sizes
 from ckptfused.models.derive.rules.mask_forms import HIDES
 from ckptfused.models.derive.rules.rotations import MOST_FIRST
 

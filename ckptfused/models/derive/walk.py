@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ckptfused.models.derive.recording.draws import DRAWS
-from ckptfused.models.derive.recording.evaluate import evaluated
+from ckptfused.models.derive.recording.evaluate import calls_behind, evaluated
 from ckptfused.models.derive.recording.names import words_of
 from ckptfused.models.derive.recording.record import Recording
 from ckptfused.models.derive.recording.recorder import Recorded, RefusedError, Value
@@ -33,6 +33,7 @@ def arranges(v: Value) -> bool:
     return v.call is not None and v.op in LAYOUT and (len(v.call.inputs) == 1 or v.op in _LIKE)
 
 
+_CUTS = words_of("chunk split split_with_sizes tensor_split narrow getitem")
 CASTS = ("to", "float", "double", "type", "type_as", "half", "bfloat16")
 _SAME = (*CASTS, "contiguous", "clone", "dropout")
 
@@ -70,8 +71,9 @@ def spread(like: Tensor, low: float, high: float) -> Tensor:
 class Walk:
     """A recording, and the calls that a rule has taken so far."""
 
-    def __init__(self, recording: Recording) -> None:
-        self.recording = recording
+    def __init__(self, recording: Recording, product: Value | None = None) -> None:
+        """product: one whose parts, column by column, are products of their own."""
+        self.recording, self.product = recording, product
         self.taken: dict[Recorded, str] = {}
         self._drawn = recording.drawn()
         self._outer: dict[Value, bool] = {}
@@ -99,11 +101,22 @@ class Walk:
         first, *rest = (one.data for one in of)
         if not close(function(first, *rest), v.data):
             return False
+        others = self._beside(v, of)
         for probe in probes:
-            known = self._drawn | dict(zip(of, (given := [probe.view(first.shape), *rest]), strict=True))
+            known = others | dict(zip(of, (given := [probe.view(first.shape), *rest]), strict=True))
             if not close(function(*given), evaluated(v, self.recording.roots.__getitem__, v.data.device, known)):
                 return False
         return True
+
+    def _beside(self, v: Value, of: list[Value]) -> dict[Value, Tensor]:
+        """What is behind a value that is no function of others, and all that was drawn, as it was."""
+        found, moved = dict(self._drawn), {*of}
+        for call in calls_behind([v], moved):
+            if moved.isdisjoint(call.inputs):
+                found.update((made, made.data) for made in call.values)
+            else:
+                moved.update(call.values)
+        return found
 
     def take_before(self, rule: str, *ends: Value) -> None:
         """Notes that all on which values depend belongs to a rule, where it belongs to none."""
@@ -150,10 +163,19 @@ class Walk:
             v = before
         return v
 
+    def part(self, v: Value) -> tuple[int, int] | None:
+        """The first and the number of the columns of `product` that a value is; None where it is no such part."""
+        if self.product is None or v.call is None or not arranges(v) or v.call.inputs[0] is not self.product:
+            return None
+        whole = self.product.data
+        at = int(v.data.storage_offset() - whole.storage_offset())
+        is_one = v.data.stride() == whole.stride() and v.shape[:-1] == whole.shape[:-1]
+        return (at, v.shape[-1]) if is_one and v.shape != whole.shape else None
+
     def through(self, v: Value, layout: str = "layout") -> Value:
         """The value before what only arranges it."""
         v = self.same(v)
-        while v is not self.recording.x and v.call is not None and arranges(v):
+        while v is not self.recording.x and v.call is not None and arranges(v) and self.part(v) is None:
             self.take(v.call, layout)
             v = self.same(v.call.inputs[0])
         return v
@@ -190,11 +212,20 @@ class Walk:
     def _of(self, v: Value, known: dict[Value, bool], allowed: Callable[[Value], bool]) -> bool:
         """Whether a value depends on no dropout, and on such values alone."""
         if v not in known:
-            if v.call is None:
+            if v is self.recording.x:
+                known[v] = False
+            elif v.call is None:
                 known[v] = allowed(v)
             else:
                 known[v] = v.call.mask is None and all(self._of(i, known, allowed) for i in v.call.inputs)
         return known[v]
+
+
+def products_in_parts(recording: Recording) -> Iterator[Value]:
+    """Products that are taken apart column by column."""
+    calls = recording.before(recording.y)
+    cut = {call.inputs[0] for call in calls if call.op in _CUTS and call.inputs}
+    return (v for call in calls if call.op in ("linear", "addmm", "matmul") for v in call.values if v in cut)
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:

@@ -73,7 +73,86 @@ SHIFTED = (
 )
 """A shift alone; a norm that is read twice, once without a vector, beside a gate."""
 
-MODULATED = {"projection": DIT, "table": TABLE, "gains": GAINS, "affine": AFFINE, "shifted": SHIFTED}
+SANDWICH = (
+    GAINS.replace(
+        "nn.Dropout(p)\n", "nn.Dropout(p)\n        self.norm3, self.norm4 = nn.RMSNorm(width), nn.RMSNorm(width)\n"
+    )
+    .replace(
+        "self.drop(self.proj(y.transpose(1, 2).reshape(B, T, C)))", "self.proj(y.transpose(1, 2).reshape(B, T, C))"
+    )
+    .replace("self.attend(self.norm1(x) * (1 + b))", "self.norm3(self.attend(self.norm1(x) * (1 + b)))")
+    .replace("self.feed(self.norm2(x) * (1 + e))", "self.norm4(self.feed(self.norm2(x) * (1 + e)))")
+)
+"""The way of Lumina 2 and Z-Image: a gate of a norm with weights."""
+
+SINGLE = (
+    DIT.replace("6 * width", "3 * width")
+    .replace(
+        "self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)",
+        "self.qkv = nn.Linear(width, 3 * width)",
+    )
+    .replace(
+        "self.fc1, self.fc2, self.act = nn.Linear(width, 40), nn.Linear(40, width)",
+        "self.fc1, self.out, self.act = nn.Linear(width, 40), nn.Linear(width + 40, width)",
+    )
+    .replace("self.drop(self.proj(y.transpose(1, 2).reshape(B, T, C)))", "y.transpose(1, 2).reshape(B, T, C)")
+    .replace("self.fc2(self.drop(self.act(self.fc1(x))))", "self.drop(self.act(self.fc1(x)))")
+    .replace("a, b, g, d, e, h", "a, b, g")
+    .replace("chunk(6", "chunk(3")
+    .replace("x = x + g.unsqueeze(1) * self.attend(modulate(self.norm1(x), a, b))", "n = modulate(self.norm1(x), a, b)")
+    .replace(
+        "x = x + h.unsqueeze(1) * self.feed(modulate(self.norm2(x), d, e))",
+        "x = x + g[:, None] * self.out(torch.cat([self.attend(n), self.feed(n)], 2))",
+    )
+)
+"""The way of Flux's and Chroma's single blocks: one projection is the last of both halves."""
+
+JOINT = (
+    SINGLE.replace("self.qkv = nn.Linear(width, 3 * width)", "self.both = nn.Linear(width, 3 * width + 40)")
+    .replace("self.fc1, self.out, self.act = nn.Linear(width, 40), nn.Linear", "self.out, self.act = nn.Linear")
+    .replace("B, T, C = x.shape", "B, T, C = *x.shape[:2], x.shape[2] // 3")
+    .replace("self.qkv(x)", "x")
+    .replace("self.fc1(x)", "x")
+    .replace(
+        "n = modulate(self.norm1(x), a, b)",
+        "n, m = self.both(modulate(self.norm1(x), a, b)).split([3 * x.shape[2], 40], -1)",
+    )
+    .replace("self.feed(n)", "self.feed(m)")
+)
+"""The way of Flux 2: one product is the first of both halves, too."""
+
+MODULATED = {
+    **{"projection": DIT, "table": TABLE, "gains": GAINS, "affine": AFFINE, "shifted": SHIFTED},
+    **{"sandwich": SANDWICH, "single": SINGLE, "joint": JOINT},
+}
+
+_LAST = "self.out(torch.cat([self.attend(n), self.feed(n)], 2))"
+IN_SINGLE = [
+    ("[self.attend(n), self.feed(n)]", "[self.feed(n), self.attend(n)]"),
+    ("[self.attend(n), self.feed(n)]", "[self.attend(n), self.feed(2 * n)]"),
+    ("[self.attend(n), self.feed(n)]", "[self.attend(n), self.feed(x)]"),
+    ("[self.attend(n), self.feed(n)]", "[self.attend(n), self.feed(n).flip(-1)]"),
+    ("[self.attend(n), self.feed(n)]", "[self.attend(n).flip(-1), self.feed(n)]"),
+    ("[self.attend(n), self.feed(n)]", "[self.feed(n)[..., :24], self.feed(n)]"),
+    ("[self.attend(n), self.feed(n)]", "[self.attend(n)[..., :12], self.attend(n)[..., 12:], self.feed(n)]"),
+    ("[self.attend(n), self.feed(n)]", "[self.attend(n).detach(), self.feed(n)]"),
+    (_LAST, _LAST.replace("], 2)", "], 2).roll(1, -1)")),
+    (_LAST, _LAST.replace("], 2)", "], 2) * 2")),
+    (_LAST, f"self.drop({_LAST})"),
+    (_LAST, f"self.norm2({_LAST})"),
+    (_LAST, f"{_LAST} * n"),
+    (f"g[:, None] * {_LAST}", f"g[:, None] + {_LAST}"),
+    (f"x + g[:, None] * {_LAST}", f"n + g[:, None] * {_LAST}"),
+]
+_SPLIT = ".split([3 * x.shape[2], 40], -1)"
+IN_JOINT = [
+    (_SPLIT, f".flip(-1){_SPLIT}"),
+    (_SPLIT, f".relu(){_SPLIT}"),
+    (_SPLIT, f".roll(1, -1){_SPLIT}"),
+    ("self.feed(m)", "self.feed(m + n[..., :40])"),
+    ("self.feed(m)", "self.feed(m.flip(-1))"),
+    ("self.feed(m)", "self.feed(m) * m"),
+]
 
 IN_MODULATED = [
     ("(1 + scale.unsqueeze(1))", "scale.unsqueeze(1)"),

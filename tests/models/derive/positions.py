@@ -83,3 +83,32 @@ IN_UNTURNED = [
     ("first = T - cos.shape[-2]", "first = T - cos.shape[-2]; mask = mask.clone(); mask[:first] = 0"),
     ("probs @ v", "probs @ torch.cat((v[..., :first, :], turn(v[..., first:, :], cos, sin)), -2)"),
 ]
+
+PUT = LLAMA.replace(
+    "    return x * cos + rotate_half(x) * sin\n",
+    """    half = x.shape[-1] // 2
+    out = torch.empty_like(x)
+    out[..., :half] = x[..., :half] * cos[..., :half] - x[..., half:] * sin[..., :half]
+    out[..., half:] = x[..., half:] * cos[..., half:] + x[..., :half] * sin[..., half:]
+    return out
+""",
+)
+"""A rotation that is written part by part (Wan)."""
+IN_PUT = [
+    ("out = torch.empty_like(x)", "out = torch.zeros_like(x)"),
+    ("out = torch.empty_like(x)", "out = x.clone()"),
+    ("out = torch.empty_like(x)", "out = x"),
+    ("    return out", "    out[..., 0] = 1\n    return out"),
+    ("    return out", "    out[..., 0, :] = x[..., 0, :]\n    return out"),
+    ("    out[..., half:] =", "    out[..., half:] = x[..., half:]\n    out[..., half:] +="),
+    ("* cos[..., :half] - x", "* cos[..., :half] + x"),
+    (
+        "out[..., half:] = x[..., half:] * cos[..., half:] + x[..., :half]",
+        "out[..., half:] = x[..., half:] * cos[..., half:] + out[..., :half]",
+    ),
+    (
+        "    return out",
+        "    before = out[..., :half]\n    out[..., :half] = 2 * before\n"
+        "    return torch.cat((before, out[..., half:]), -1)",
+    ),
+]

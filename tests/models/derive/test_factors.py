@@ -123,7 +123,7 @@ def test_what_is_no_product_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_arrangements_of_a_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Turned, cut into rows and cast it stands for what a matrix of these factors would."""
+    """Turned, cut into rows, narrowed and cast it stands for what a matrix of these factors would."""
     monkeypatch.setattr(factors, "LEAST_FACTORED", 1)
     layer = torch.nn.Linear(6, 9, bias=False)
     with torch.no_grad():
@@ -143,10 +143,12 @@ def test_arrangements_of_a_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
         with factored:
             y = torch.nn.functional.linear(x, arrange(layer.weight))
         torch.testing.assert_close(y, x @ arrange(whole).t(), rtol=1e-13, atol=1e-13)
+    with factored:
+        y = torch.nn.functional.linear(x[:, 2:5], layer.weight.narrow(1, 2, 3))
+    torch.testing.assert_close(y, x[:, 2:5] @ whole[:, 2:5].t(), rtol=1e-13, atol=1e-13)
     for refused in (
         lambda w: w[:, :3],
         lambda w: w.chunk(2, 1),
-        lambda w: w.narrow(1, 0, 2),
         lambda w: w.float(),
         lambda w: w[0],
         lambda w: w @ x.t(),

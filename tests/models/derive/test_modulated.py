@@ -23,16 +23,26 @@ LINE = "a, b, g, d, e, h = self.adaLN(cond).chunk(6, dim=1)"
 KINDS = pytest.mark.parametrize("kind", MODULATED)
 
 
+BOTH = "attn.modulated=1 ffn.modulated=1 attn.joint=1"
+SCALED = f"{BOTH} attn.post=layerscale ffn.post=layerscale"
+WORDS = {
+    **{"sandwich": f"{BOTH} attn.post=rmsnorm ffn.post=rmsnorm"},
+    **dict.fromkeys(("single", "joint"), f"{SCALED} parallel=shared"),
+}
+"""What is said of a block, where it is not `SCALED`."""
+
+
 @KINDS
 @pytest.mark.parametrize("p", [0.0, 0.1])
 def test_they_are_derived(kind: str, p: float) -> None:
     source = MODULATED[kind]
     found = derive(made(source, p=p), called(source), {})
     assert found.proof is not None, found.why
-    words = "attn.modulated=1 ffn.modulated=1 attn.post=layerscale ffn.post=layerscale attn.joint=1"
-    assert set(words.split()) <= set(found.proof.text.split())
-    assert ("ffn.p_hidden=0.1" in found.proof.text) == ("attn.p_res=0.1" in found.proof.text) == (p > 0)
-    assert [norm.stem for norm in found.layout.vectors] == ["attn.pre", "attn.post", "ffn.pre", "ffn.post"]
+    words, shared = {*found.proof.text.split()}, "parallel=shared" in found.proof.text
+    assert {*WORDS.get(kind, SCALED).split()} <= words
+    assert ("ffn.p_hidden=0.1" in words) == ("attn.p_attn=0.1" in words) == (p > 0)
+    assert ("attn.p_res=0.1" in words) == (p > 0 and kind in {*MODULATED} - {*WORDS})
+    assert [one.stem for one in found.layout.vectors] == ["attn.pre", "attn.post", *["ffn.pre"][shared:], "ffn.post"]
     assert max(found.proof.errors.values()) < 1e-12
 
 
@@ -143,6 +153,9 @@ def test_it_keeps_its_input_and_a_few_vectors(kind: str) -> None:
 
 @KINDS
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.filterwarnings(
+    "ignore:Mismatch dtype between input and weight:UserWarning"
+)  # the layer's own, of its norms
 def test_under_autocast(kind: str, dtype: torch.dtype) -> None:
     """Vectors in half precision beside x in float32. The unconverted model rounds as much."""
     model, args = Stack(MODULATED[kind]), called(MODULATED[kind], tokens=33)

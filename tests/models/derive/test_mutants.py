@@ -24,10 +24,10 @@ from tests.cases import by_turns
 from tests.models.derive.coefficients import IN_XIELU, XIELU
 from tests.models.derive.experts import EXPERTS, IN_EXPERTS
 from tests.models.derive.gates import GATED, IN_GATED
-from tests.models.derive.modulated import DIT, IN_MODULATED
+from tests.models.derive.modulated import DIT, IN_JOINT, IN_MODULATED, IN_SINGLE, JOINT, SINGLE
 from tests.models.derive.mutations import IN_GPT, IN_LLAMA, IN_WIDE
 from tests.models.derive.others import FOLDED, IN_FOLDED, IN_SUMS, IN_TOWER, SUMS, TOWER, called
-from tests.models.derive.positions import IN_SCALED_Q, IN_UNTURNED, SCALED_Q, UNTURNED
+from tests.models.derive.positions import IN_PUT, IN_SCALED_Q, IN_UNTURNED, PUT, SCALED_Q, UNTURNED
 from tests.models.derive.sinks import IN_SCALED, IN_SUNK, LOOK_ALIKE, SCALED, SUNK
 from tests.models.derive.tails import IN_TAILED, TAILED
 from tests.models.derive.written import GPT, LLAMA, WIDE, arguments, made
@@ -40,11 +40,14 @@ OTHERS = [
     *((SUMS, *change) for change in IN_SUMS),
     *((FOLDED, *change) for change in IN_FOLDED),
     *((DIT, *change) for change in IN_MODULATED),
+    *((SINGLE, *change) for change in IN_SINGLE),
+    *((JOINT, *change) for change in IN_JOINT),
 ]
 MUTANTS += [(WIDE, *change) for change in IN_WIDE] + [(EXPERTS, *change) for change in IN_EXPERTS]
 MUTANTS += IN_GATED
 MUTANTS += [(XIELU, *change) for change in IN_XIELU]
 MUTANTS += [(SCALED_Q, *change) for change in IN_SCALED_Q]
+MUTANTS += [(PUT, *change) for change in IN_PUT]
 MUTANTS += [(TAILED, *change) for change in IN_TAILED]
 MUTANTS += [(SUNK, *change) for change in IN_SUNK] + [(SCALED, *change) for change in IN_SCALED]
 
@@ -107,6 +110,16 @@ def test_a_mutant_runs_as_written(index: int, least: int, monkeypatch: pytest.Mo
     assert source.count(old) >= 1
     layer = made(T_OF + in_double(source.replace(old, new, 1))).double()
     check(layer, arguments(source, tokens=13, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("index", range(-1, 2))
+def test_a_rotation_that_is_written_part_by_part_is_one(index: int) -> None:
+    source = PUT.replace(*IN_PUT[index]) if index >= 0 else PUT
+    layer, args = made(T_OF + in_double(source)).double(), arguments(source, tokens=13, dtype=torch.float64)
+    found = derive(layer, args, {})
+    assert found.proof is not None, found.why
+    assert "attn.rope=half" in found.proof.text
+    assert check(layer, args)
 
 
 def without_first(source: str, first: int, tokens: int = 13) -> Any:

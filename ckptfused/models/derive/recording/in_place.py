@@ -28,6 +28,8 @@ def function_without_writing(func: Any, op: str) -> Any:
     """The function of that call; the one that was called where there is none, or where it is told by an argument. Its
     result has the type of what would be written to.
     """
+    if op == "setitem":
+        return _with_item
     plain = getattr(Tensor, op, None)
     if plain is None or not getattr(func, "__name__", "").endswith("_"):
         return func
@@ -37,6 +39,12 @@ def function_without_writing(func: Any, op: str) -> Any:
         return plain(t, *args, **kwargs).to(t.dtype)  # type: ignore[no-any-return]
 
     return apart
+
+
+def _with_item(t: Tensor, index: Any, value: Any) -> Tensor:
+    made = t.clone()
+    made[index] = value
+    return made
 
 
 def let_go(target: Any, known: dict[int, Any], every: Iterable[Any]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import random
 import threading
 import types
@@ -22,6 +23,7 @@ from ckptfused.models.derive.recording.held import BOOKS, tensors_held
 from ckptfused.models.derive.recording.in_place import writes
 from ckptfused.models.derive.recording.names import function_name
 from ckptfused.models.derive.recording.recorder import CallRecorder, Recorded, RefusedError, Value
+from ckptfused.models.derive.recording.streams import joined
 from ckptfused.models.describe.own_forward import IndexReadError
 
 _ASKS = "output_attentions"
@@ -34,23 +36,38 @@ RAISED = "its forward raised"
 """How the reason begins where a call was not one that the layer takes."""
 
 
+RETURNED = "the layer returns {} tensors, expected one"
+
+
 class Recording:
     """A forward that was recorded: its calls, x, the result and what is around it."""
 
     def __init__(
-        self, recorder: CallRecorder, x: Value, y: Any, unasked: bool, apart: Collection[tuple[str, str]]
+        self,
+        recorder: CallRecorder,
+        x: Value,
+        y: Any,
+        unasked: bool,
+        apart: Collection[tuple[str, str]],
+        streams: tuple[Value, ...] = (),
     ) -> None:
+        """streams: what x is, side by side; () of an x that is one argument."""
         self.calls, self.x, self.roots, self.modes = recorder.calls, x, recorder.roots, recorder.modes
         leaves, self.tree = tree_flatten(y)
         tensors = [t for t in leaves if isinstance(t, Tensor)]
+        self.streams: tuple[tuple[str, int], ...] = ()
+        """The name of each stream in their order, and the place of what becomes of it among the leaves returned."""
+        if streams:
+            self.x, whole, self.streams = joined(self.calls, streams, list(map(recorder.value, tensors)), leaves)
+            tensors = [whole.data]
         if not tensors or (len(tensors) > 1 and not unasked):
-            raise RefusedError(f"the layer returns {len(tensors)} tensors, expected one")
+            raise RefusedError(RETURNED.format(len(tensors)))
         self.y, *self.beside = map(recorder.value, tensors)
         self.end = self.y
         """What the forward returns; `y` is before it where only a half is to be fused."""
         """`beside`: attention weights for which nobody asked, as the reading has to find."""
-        self.place = [v is tensors[0] for v in leaves].index(True)
-        """The place of the result among the leaves of what the forward returns."""
+        self.place = next((i for i, v in enumerate(leaves) if v is tensors[0]), -1)
+        """The place of the result among the leaves of what the forward returns; -1 of what becomes of streams."""
         self.leaves = [None if isinstance(v, Tensor) else v for v in leaves]
         self.rest: Rest | None = None
         """How `end` is made of `y`, or `x` of what the layer was given, where these are other values."""
@@ -163,10 +180,11 @@ def record(
     generator: torch.Generator | None = None,
     opaque: Collection[tuple[str, str]] = (),
     seq_first: bool = False,
+    streams: bool = False,
 ) -> Recording:
     """The recording of a copy's forward (see `copies`). x is its first argument, or the first tensor among them.
     opaque: calls of its own, by what and where, that are not to be read. seq_first: it is given x turned round,
-    [T, B, C], and what it makes of that is turned back.
+    [T, B, C], and what it makes of that is turned back. streams: x is its first two tensors, side by side.
 
     **Raises** `RefusedError` where the forward does what no recording can follow.
     """
@@ -205,12 +223,14 @@ def record(
             torch.set_rng_state(before)
     if random.getstate() != drawn or (recorder.state is not None and not torch.equal(after, recorder.state)):
         raise RefusedError("it draws random numbers beside those of dropout, or sets the state of a generator")
-    if _state(layer) != state:
-        raise RefusedError(CHANGES)
+    if (change := _changed(state, _state(layer))) is not None:
+        called = {call.within for call in recorder.calls if call.within}
+        raise RefusedError(CHANGES, within=next((one for one in called if f"{change}.".startswith(f"{one}.")), ""))
     left, tree_left = tree_flatten((args, kwargs))
     if tree_left != tree or any(a is not b for a, b in zip(given, left, strict=True)):
         raise RefusedError("its forward writes to a list or dict that it is given")
-    return Recording(recorder, roots[0], y, _weights_unasked(layer, args, kwargs), opaque)
+    unasked = _weights_unasked(layer, args, kwargs)
+    return Recording(recorder, roots[0], y, unasked, opaque, tuple(roots[:2]) if streams else ())
 
 
 def turned_round(value: Any) -> Any:
@@ -229,15 +249,23 @@ def _weights_unasked(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _state(layer: nn.Module) -> Any:
-    """What a forward could change: attributes of modules and of what they hold, and tensors by identity and version."""
+    """What a forward could change, by modules: their attributes and what they hold, tensors by identity and version."""
     seen: set[int] = set()
     return [
-        (key, _held(v, seen))
-        for module in layer.modules()
+        (name, key, _held(v, seen))
+        for name, module in layer.named_modules()
         if not _is_ours(module)
         for key, v in (*vars(module).items(), *module._buffers.items(), *module._parameters.items())
         if key not in BOOKS
     ]
+
+
+def _changed(before: Any, after: Any) -> str | None:
+    """The name of the first module that has something else; None where all is as it was."""
+    for old, new in itertools.zip_longest(before, after):
+        if old != new:
+            return (old or new)[0]  # type: ignore[no-any-return]
+    return None
 
 
 _PLAIN: Any = (int, float, str, bool, type(None))

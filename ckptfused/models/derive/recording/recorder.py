@@ -45,7 +45,10 @@ _NEW: dict[str, Any] = {
     "new_full": torch.full,
 }
 """What makes a tensor of a type and a device alone, by the calls that take these from another tensor."""
-_RETURNING = words_of("broadcast_to contiguous double dropout expand float reshape type type_as view")
+_RETURNING = words_of(
+    "bfloat16 bool broadcast_to byte char contiguous double dropout expand flatten float half int long ravel reshape",
+    "short type type_as view",
+)
 """Calls that may return their argument as it is."""
 
 
@@ -186,6 +189,7 @@ class CallRecorder(TorchFunctionMode):
         noted.modes = self._other_modes()
         result = drawn(noted, func, args, kwargs, self._generator) if self._wide else None
         result = func(*args, **kwargs) if result is None else result
+        result = written if op == "setitem" else result
         tensors, taken = tensors_of(result), tensors_of(args, kwargs)
         if not tensors:
             if op not in LOOKS and not (op == "_assert" and not noted.inputs):
@@ -252,7 +256,7 @@ class CallRecorder(TorchFunctionMode):
         if not writes(noted.op, kwargs):
             return noted, None
         target = next(iter(tensors_of(args, kwargs)), None)
-        if target is None or noted.op == "setitem" or kwargs.get("out") is not None:
+        if target is None or kwargs.get("out") is not None or (noted.op == "setitem" and target is not args[0]):
             raise RefusedError(f"{noted.place}: {noted.op} writes in place")
         if noted.op == "dropout" and not (noted.given(2, "training", True) and noted.given(1, "p", 0.5)):
             return noted, None

@@ -89,7 +89,7 @@ def _gated(act: str, gate: Value, up: Value, first: Linear, second: Linear) -> H
         return Hidden(act, first, None)
     if len(halves) == 2 and close(gate.data, halves[1]) and close(up.data, halves[0]):
         width = halves[0].shape[-1]
-        return Hidden(act, first._replace(rows=(width, width)), first._replace(rows=(0, width)))
+        return Hidden(act, first.part(width, width), first.part(0, width))
     raise RefusedError("the rows of gate and up are not one after the other", gate.call)
 
 

@@ -74,7 +74,7 @@ def _laid(
             count, apart = heads[name]
             width = count * apart
             parts[name] = y[..., at : at + width].reshape(*rows, count, apart)[..., :d]
-            maps[name] = made[name] if len(names) == 1 else made[name]._replace(rows=(at, width))
+            maps[name] = made[name] if len(names) == 1 else made[name].part(at, width)
             at += width
     if order == (("q", "k", "v"),):
         return Laid(parts, (made["q"], None, None), False)

@@ -71,14 +71,10 @@ def factors(half: str, post: NormPiece | None) -> tuple[Factor, ...]:
 
 
 def modulated(half: str, pre: NormPiece | None, post: NormPiece | None) -> Iterator[Modulated]:
-    """The norms of a half that a call gives vectors, where it gives any. **Raises** `RefusedError` where another norm
-    than LayerScale follows what they modulate.
-    """
+    """The norms of a half that a call gives vectors, where it gives any."""
     norms = dict(zip(_STEMS, (pre, post), strict=True))
     if not any(norm is not None and (norm.gain or norm.shift) for norm in norms.values()):
         return
-    if post is not None and post.kind != "layerscale":
-        raise RefusedError("a norm follows what is modulated", post.x.call)
     for stem, norm in norms.items():
         if norm is not None:
             own = (Outer(f"param:{name}") if name else None for name in (norm.weight, norm.bias))

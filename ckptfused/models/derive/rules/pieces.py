@@ -41,6 +41,12 @@ class Linear(NamedTuple):
     """The first and the number of those of its rows that are meant; None: all."""
     module: str = ""
     """The name of the module in whose forward the product is."""
+    columns: tuple[int, int] | None = None
+    """The first and the number of those of its columns that are meant; None: all."""
+
+    def part(self, first: int, count: int) -> Linear:
+        """The projection by so many of its rows."""
+        return self._replace(rows=(first + (0 if self.rows is None else self.rows[0]), count))
 
 
 class NormPiece(NamedTuple):
@@ -65,6 +71,9 @@ def linear(walk: Walk, v: Value) -> Linear:
     call = v.call
     if call is None:
         raise RefusedError("expected a projection, found what the layer is given")
+    if (rows := walk.part(v)) is not None:
+        walk.take(call, "projection")
+        return linear(walk, call.inputs[0])._replace(rows=rows, y=v)
     bias, operands = "", call.inputs
     if call.op == "linear":
         w = walk.parameter(operands[1])
@@ -109,6 +118,21 @@ def linear(walk: Walk, v: Value) -> Linear:
                     walk.take(call, "projection")
                     return found._replace(bias=name, y=v)
     raise RefusedError(f"no rule takes {call}", call)
+
+
+def side_by_side(walk: Walk, made: Linear) -> list[Linear]:
+    """A projection of values side by side as one of each, the first of them with the bias; itself of any other."""
+    both = walk.same(made.x)
+    call = both.call
+    if call is None or call.op not in ("cat", "concat") or call.given(1, "dim", 0) not in (-1, both.data.dim() - 1):
+        return [made]
+    walk.take(call, "projection")
+    found: list[Linear] = []
+    at = 0
+    for x in call.inputs:
+        found.append(made._replace(bias=made.bias if not found else "", x=x, columns=(at, x.shape[-1])))
+        at += x.shape[-1]
+    return found
 
 
 def _rows_of(walk: Walk, v: Value) -> tuple[str, tuple[int, int]] | None:

@@ -21,7 +21,7 @@ from ckptfused.models.derive.walk import LAYOUT, Walk, arranges, ratio
 
 TURNS = LAYOUT | {
     *("cat", "concat", "stack", "mul", "rmul", "add", "radd", "sub", "rsub", "neg", "div", "truediv"),
-    *("view_as_complex", "view_as_real"),
+    *("view_as_complex", "view_as_real", "empty_like", "zeros_like", "setitem"),
 }
 Turned = tuple[str, int, Outer | None, Outer | None, float]
 """Kind, width, tables and factor of a rotation."""
