@@ -23,7 +23,7 @@ from ckptfused.models.derive.recording.held import BOOKS, tensors_held
 from ckptfused.models.derive.recording.in_place import writes
 from ckptfused.models.derive.recording.names import function_name
 from ckptfused.models.derive.recording.recorder import CallRecorder, Recorded, RefusedError, Value
-from ckptfused.models.derive.recording.streams import joined
+from ckptfused.models.derive.recording.streams import both_streams
 from ckptfused.models.describe.own_forward import IndexReadError
 
 _ASKS = "output_attentions"
@@ -58,7 +58,7 @@ class Recording:
         self.streams: tuple[tuple[str, int], ...] = ()
         """The name of each stream in their order, and the place of what becomes of it among the leaves returned."""
         if streams:
-            self.x, whole, self.streams = joined(self.calls, streams, list(map(recorder.value, tensors)), leaves)
+            self.x, whole, self.streams = both_streams(self.calls, streams, list(map(recorder.value, tensors)), leaves)
             tensors = [whole.data]
         if not tensors or (len(tensors) > 1 and not unasked):
             raise RefusedError(RETURNED.format(len(tensors)))

@@ -14,7 +14,7 @@ Streams = tuple[tuple[str, int], ...]
 """The names of streams in the order of their tokens, and the places of what becomes of them among what is returned."""
 
 
-def joined(
+def both_streams(
     calls: Iterable[Recorded], streams: tuple[Value, ...], ends: list[Value], leaves: list[Any]
 ) -> tuple[Value, Value, Streams]:
     """The x that two streams are made into, by the one call that takes them, and the result of which those that are
