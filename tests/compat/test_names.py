@@ -530,6 +530,11 @@ def test_bitsandbytes() -> None:
     assert made.four_bit_compute_type(layer, torch.bfloat16, (torch.bfloat16,)) is torch.bfloat16
     state = made.four_bit_state(layer.to("cpu"))
     assert state.quant_type == "nf4" and not made.repacked(state)
+    with made.not_repacked(nn.Sequential(layer.eval())), torch.no_grad():
+        assert (
+            layer.training and layer(torch.ones(2, 64)).isfinite().all() and not made.repacked(layer.weight.quant_state)
+        )
+    assert not layer.training
     layer.weight.quant_state = None  # as FSDP leaves it
     assert made.four_bit_state(layer) is state
     layer = bnb.nn.Linear4bit(64, 64, compute_dtype=torch.float16)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -325,8 +326,10 @@ def test_ids_may_be_changed_after_the_call(dtype: torch.dtype) -> None:
     expected = torch.autograd.grad(inputs.run(GATED).sum(), inputs.variables)
     y = inputs.run(GATED)
     inputs.ids.zero_()
-    found = torch.autograd.grad(y.sum(), inputs.variables)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    found: Sequence[Tensor] = ()
+    with contextlib.suppress(RuntimeError):  # as autograd says of what was changed
+        found = torch.autograd.grad(y.sum(), inputs.variables)
+    assert len(found) == len(expected) and all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def test_under_autocast_the_products_are_in_its_type() -> None:
