@@ -266,19 +266,19 @@ def _proved(kind: _Kind, layer: nn.Module, call: Any, form: Hashable, leaves: li
 def _to_be_called(made: Derivation, layer: nn.Module, leaves: list[Any], where: int) -> Ready | Reason:
     proof = made.proof
     assert proof is not None
-    recording = proof.recordings[0]
-    if any(type(leaf) not in _PLAIN for leaf in recording.leaves):
+    returns = made.here.returns
+    assert returns is not None
+    if any(type(leaf) not in _PLAIN for leaf in returns.leaves):
         return Reason("it returns what is no tensor beside its result")
     outer = tuple((t.name, _place(t.name)) for t in proof.layout.outer)
     attn = proof.layout.attn
     tables = () if attn is None else (proof.layout.cos, proof.layout.sin)
     read = tuple((t.name, (t.form, *attn.numbers[3:5])) for t in tables if t is not None and attn is not None)
-    leaves_of = tuple(recording.leaves)
     rest = made.here.rest
     beside = () if rest is None else tuple((name, _place(name)) for name in rest.given)
     here = made.here
-    streams = tuple((_place(name), back, leaves[_place(name)].size(1)) for name, back in recording.streams)
-    of_call = (made.layout, where, outer, recording.place, leaves_of, recording.tree, here.recipes, here.returned)
+    streams = tuple((_place(name), back, leaves[_place(name)].size(1)) for name, back in returns.streams)
+    of_call = (made.layout, where, outer, returns.place, returns.leaves, returns.tree, here.recipes, here.returned)
     found = Ready(*of_call, rest, beside, made.why, read, streams)
     for name, how in read:
         i = _place(name)

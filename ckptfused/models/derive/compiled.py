@@ -109,6 +109,8 @@ def _found(cls: type[nn.Module], values: Any, args: Any, kwargs: Any, where: int
         return "torch.compile cannot tell where in the model it stands"
     if isinstance(found, Reason):
         return found.text
+    if len(found.leaves) > 1 or not found.tree.is_leaf():
+        return "torch.compile cannot follow what it returns beside its result"
     made = found.rest is not None or found.layout.also or any(is_computed(t.form) for t in found.layout.outer)
     if made or found.recipes:
         return "torch.compile cannot follow what it makes of its arguments"

@@ -23,6 +23,7 @@ from ckptfused.models.derive.recording.record import (
     RAISED,
     RETURNED,
     Recording,
+    Returns,
     forgotten_afterwards,
     record,
     refuse_objects,
@@ -54,6 +55,8 @@ class Here(NamedTuple):
     """What stands beside what is fused."""
     returned: Mapping[Value, Recorded] = NOTHING
     """What the layer's modules return, by their calls: they are called as such, with adapters and all."""
+    returns: Returns | None = None
+    """What the layer returns in this very call; None before there is one."""
 
 
 class Derivation(NamedTuple):
@@ -258,7 +261,7 @@ def _hold(proof: Proof, layer: nn.Module, here: Recording) -> Here:
         drawn = {call for value in recipes.values() for call in here.before(value) if call.op in DRAWS}
         if drawn & {*here.before(here.rest.end, since=here.rest.start)}:
             raise RefusedError("what is drawn once goes to the op and to what stands beside it")
-    return Here(recipes, window, here.rest, here.returned)
+    return Here(recipes, window, here.rest, here.returned, here.returns)
 
 
 def _without_data(t: Tensor) -> Tensor:

@@ -95,6 +95,9 @@ PUT = LLAMA.replace(
 )
 """A rotation that is written part by part (Wan)."""
 IN_PUT = [
+    ("    return out", "    out[..., 8:, :] = 0\n    return out"),
+    ("    return out", "    out[..., :-8, :] = 0\n    return out"),
+    ("    return out", "    out[3:] = 0\n    return out"),
     ("out = torch.empty_like(x)", "out = torch.zeros_like(x)"),
     ("out = torch.empty_like(x)", "out = x.clone()"),
     ("out = torch.empty_like(x)", "out = x"),

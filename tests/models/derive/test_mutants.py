@@ -112,9 +112,9 @@ def test_a_mutant_runs_as_written(index: int, least: int, monkeypatch: pytest.Mo
     check(layer, arguments(source, tokens=13, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("index", range(-1, 2))
-def test_a_rotation_that_is_written_part_by_part_is_one(index: int) -> None:
-    source = PUT.replace(*IN_PUT[index]) if index >= 0 else PUT
+@pytest.mark.parametrize("made_of", ["torch.empty_like(x)", "torch.zeros_like(x)", "x.clone()"])
+def test_a_rotation_that_is_written_part_by_part_is_one(made_of: str) -> None:
+    source = PUT.replace("torch.empty_like(x)", made_of)
     layer, args = made(T_OF + in_double(source)).double(), arguments(source, tokens=13, dtype=torch.float64)
     found = derive(layer, args, {})
     assert found.proof is not None, found.why

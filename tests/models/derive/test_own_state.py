@@ -85,15 +85,27 @@ def calls(block: Any, h: Tensor) -> None:
     block._calls += 1
 
 
+def on_a_projection(block: Any, h: Tensor) -> None:
+    block.out.last = h.square().mean()
+
+
+def mode_of_a_norm(block: Any, h: Tensor) -> None:
+    block.norm1.train(not block.norm1.training)
+
+
 def losses(block: Any) -> Tensor:
     """All that a block may have noted."""
     noted = block._loss + block.held["loss"] + block.held["inner"][0][0] + block.slots.loss + block._seen
+    noted = noted + getattr(block.out, "last", 0) + block.norm1.training
     return noted + block.counter["calls"] + getattr(block.up.weight, "seen", 0) + block._calls
 
 
 @pytest.mark.parametrize(
     "note",
-    [private, in_a_dict, in_a_list_of_lists, in_a_slot, in_a_private_buffer, in_a_counter, of_a_weight, calls],
+    [
+        *(private, in_a_dict, in_a_list_of_lists, in_a_slot, in_a_private_buffer, in_a_counter, of_a_weight, calls),
+        *(on_a_projection, mode_of_a_norm),
+    ],
 )
 def test_what_a_forward_notes_is_noted(note: Callable[[Any, Tensor], None]) -> None:
     torch.manual_seed(0)

@@ -34,6 +34,9 @@ OTHERS = {
     "a part of something else": ((PART, "return x[:, :count], (2 * x)[:, count:]"),),
     "twice the same": ((JOIN, "x = torch.cat([text, text, x], 1)"), (PART, "return x[:, :count], x[:, 2 * count:]")),
     "one is returned twice": ((PART, "return x[:, :count], x[:, count:], x[:, count:]"),),
+    "one without a graph": (
+        (PART, "with torch.no_grad():\n            text = x[:, :count]\n        return text, x[:, count:]"),
+    ),
     "picked by index": ((PART, "return x[:, :count], x.index_select(1, torch.arange(count, x.shape[1]))"),),
 }
 
@@ -102,6 +105,17 @@ def test_others_run_as_written(way: str) -> None:
     own = copy.deepcopy(model)
     ckptfused.convert(own)
     alike(model, own, call(), fused=False)
+
+
+def test_what_is_returned_first_may_depend_on_lengths() -> None:
+    """At the lengths of a proof it was the other."""
+    model = Stack(((PART, "return (x[:, :count], x[:, count:])[:: 1 if count > 4 else -1]"),), layers=1).double()
+    own = copy.deepcopy(model)
+    ckptfused.convert(own)
+    for sizes in ((13, 5), (13, 3), (7, 9)):
+        found, expected = (each.blocks[0](*call(*sizes)) for each in (own, model))
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
 
 
 def test_a_layer_saves_both_once() -> None:

@@ -9,7 +9,18 @@ from typing import Any
 from torch import Tensor
 
 from ckptfused.compat.torch_memory import storage_id
+from ckptfused.models.derive.recording.names import words_of
 
+RETURNING = words_of(
+    "bfloat16 bool broadcast_to byte char contiguous double dropout expand flatten float half int long ravel reshape",
+    "short type type_as view",
+)
+"""Calls that may return their argument as it is."""
+_MAY_ALIAS = RETURNING | words_of(
+    "to unflatten unsqueeze squeeze getitem chunk split narrow unbind select t T mT transpose permute swapaxes detach",
+    "swapdims movedim expand_as view_as reshape_as diagonal real imag view_as_real view_as_complex split_with_sizes",
+)
+"""Calls whose result may lie in the memory of their argument, whether it does in a recording or not."""
 _AUGMENTED = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "imatmul")
 
 
@@ -41,10 +52,18 @@ def function_without_writing(func: Any, op: str) -> Any:
     return apart
 
 
-def _with_item(t: Tensor, index: Any, value: Any) -> Tensor:
+def _with_item(t: Tensor, index: Any, value: Any) -> tuple[Tensor, Tensor]:
+    """The tensor with other values in a part, and that part."""
     made = t.clone()
     made[index] = value
-    return made
+    return made, made[index]
+
+
+def may_be_given(value: Any) -> bool:
+    """Whether a value may lie in the memory of what the layer was given or holds: at other strides, say."""
+    while value.call is not None and value.op in _MAY_ALIAS and value.call.inputs:
+        value = value.call.inputs[0]
+    return value.call is None
 
 
 def let_go(target: Any, known: dict[int, Any], every: Iterable[Any]) -> bool:

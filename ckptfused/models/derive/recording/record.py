@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 import random
 import threading
 import types
 from collections import deque
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ckptfused.compat.pytree import tree_flatten, tree_unflatten
+from ckptfused.compat.pytree import TreeSpec, tree_flatten, tree_unflatten
 from ckptfused.models.derive.namespaces import slotted
 from ckptfused.models.derive.recording.draws import DRAWS
 from ckptfused.models.derive.recording.evaluate import NOTHING, Rest, calls_behind
 from ckptfused.models.derive.recording.held import BOOKS, tensors_held
 from ckptfused.models.derive.recording.in_place import writes
 from ckptfused.models.derive.recording.names import function_name
-from ckptfused.models.derive.recording.recorder import CallRecorder, Recorded, RefusedError, Value
+from ckptfused.models.derive.recording.recorder import CHANGES, CallRecorder, Recorded, RefusedError, Value
 from ckptfused.models.derive.recording.streams import both_streams
 from ckptfused.models.describe.own_forward import IndexReadError
 
@@ -31,12 +30,22 @@ _ARGUMENTS = frozenset((int, float, bool, str, type(None), torch.dtype))
 """Types of what a module may be called with beside tensors, to be called so again."""
 WHOLE = "called_whole"
 """The call of a module that is not followed."""
-CHANGES = "its forward changes the layer's own attributes or buffers"
+_OF_STAND_INS = ("_of", "_returns")
+"""What the stand-ins of modules note in themselves."""
 RAISED = "its forward raised"
 """How the reason begins where a call was not one that the layer takes."""
 
 
 RETURNED = "the layer returns {} tensors, expected one"
+
+
+class Returns(NamedTuple):
+    """What a forward returns: leaves, in the place of tensors None, their tree, and where its result is among them."""
+
+    place: int
+    leaves: tuple[Any, ...]
+    tree: TreeSpec
+    streams: tuple[tuple[str, int], ...]
 
 
 class Recording:
@@ -80,6 +89,10 @@ class Recording:
         whole: a call of a module by the layer is one.
         """
         return calls_behind(ends, (since,), self.returned if whole else NOTHING)
+
+    @property
+    def returns(self) -> Returns:
+        return Returns(self.place, tuple(self.leaves), self.tree, self.streams)
 
     def names_behind(self, v: Value) -> set[str]:
         """The names of what a value comes from."""
@@ -204,7 +217,7 @@ def record(
     given, tree = tree_flatten((args, kwargs))
     drawn, before = random.getstate(), torch.get_rng_state()
     try:
-        with recorder.watching(layer), roots[0].data.device, recorder:  # where a forward makes its own masks
+        with recorder.watching(layer, _state), roots[0].data.device, recorder:  # where a forward makes its own masks
             if seq_first:
                 inner, options = turned_round((args, kwargs))
                 y = turned_round(type(layer).forward(layer, *inner, **options))
@@ -223,9 +236,8 @@ def record(
             torch.set_rng_state(before)
     if random.getstate() != drawn or (recorder.state is not None and not torch.equal(after, recorder.state)):
         raise RefusedError("it draws random numbers beside those of dropout, or sets the state of a generator")
-    if (change := _changed(state, _state(layer))) is not None:
-        called = {call.within for call in recorder.calls if call.within}
-        raise RefusedError(CHANGES, within=next((one for one in called if f"{change}.".startswith(f"{one}.")), ""))
+    if _state(layer) != state:
+        raise RefusedError(CHANGES)
     left, tree_left = tree_flatten((args, kwargs))
     if tree_left != tree or any(a is not b for a, b in zip(given, left, strict=True)):
         raise RefusedError("its forward writes to a list or dict that it is given")
@@ -249,23 +261,15 @@ def _weights_unasked(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _state(layer: nn.Module) -> Any:
-    """What a forward could change, by modules: their attributes and what they hold, tensors by identity and version."""
+    """What a forward could change: attributes of modules and of what they hold, and tensors by identity and version."""
     seen: set[int] = set()
     return [
-        (name, key, _held(v, seen))
-        for name, module in layer.named_modules()
-        if not _is_ours(module)
+        (key, _held(v, seen))
+        for module in layer.modules()
+        if not _is_ours(module) or hasattr(module, WHOLE)
         for key, v in (*vars(module).items(), *module._buffers.items(), *module._parameters.items())
-        if key not in BOOKS
+        if key not in BOOKS and not (hasattr(module, WHOLE) and key in _OF_STAND_INS)
     ]
-
-
-def _changed(before: Any, after: Any) -> str | None:
-    """The name of the first module that has something else; None where all is as it was."""
-    for old, new in itertools.zip_longest(before, after):
-        if old != new:
-            return (old or new)[0]  # type: ignore[no-any-return]
-    return None
 
 
 _PLAIN: Any = (int, float, str, bool, type(None))

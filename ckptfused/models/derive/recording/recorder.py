@@ -19,7 +19,14 @@ from ckptfused.compat.pytree import tree_leaves
 from ckptfused.compat.torch_dispatch import tensors_of
 from ckptfused.compat.torch_modules import OPENED
 from ckptfused.models.derive.recording.draws import DRAWS, drawn
-from ckptfused.models.derive.recording.in_place import function_without_writing, let_go, without_writing, writes
+from ckptfused.models.derive.recording.in_place import (
+    RETURNING,
+    function_without_writing,
+    let_go,
+    may_be_given,
+    without_writing,
+    writes,
+)
 from ckptfused.models.derive.recording.names import code_place, function_name, words_of
 from ckptfused.ops.numerics import Modes
 
@@ -45,11 +52,9 @@ _NEW: dict[str, Any] = {
     "new_full": torch.full,
 }
 """What makes a tensor of a type and a device alone, by the calls that take these from another tensor."""
-_RETURNING = words_of(
-    "bfloat16 bool broadcast_to byte char contiguous double dropout expand flatten float half int long ravel reshape",
-    "short type type_as view",
-)
-"""Calls that may return their argument as it is."""
+
+
+CHANGES = "its forward changes the layer's own attributes or buffers"
 
 
 class RefusedError(Exception):
@@ -189,13 +194,14 @@ class CallRecorder(TorchFunctionMode):
         noted.modes = self._other_modes()
         result = drawn(noted, func, args, kwargs, self._generator) if self._wide else None
         result = func(*args, **kwargs) if result is None else result
-        result = written if op == "setitem" else result
+        if op == "setitem" and written is not None:  # of the part, its shape has to follow from that of x
+            result = written, written[args[1]]  # type: ignore[assignment]
         tensors, taken = tensors_of(result), tensors_of(args, kwargs)
         if not tensors:
             if op not in LOOKS and not (op == "_assert" and not noted.inputs):
                 raise RefusedError(f"{at}: {op} is not known")
             return result
-        if op != "to" and op not in _RETURNING and any(t is g and t is not written for t in tensors for g in taken):
+        if op != "to" and op not in RETURNING and any(t is g and t is not written for t in tensors for g in taken):
             raise RefusedError(f"{at}: {op} writes in place")
         if written is None and all(any(t is g for g in taken) for t in tensors):
             return result  # a cast to the type that it has
@@ -216,16 +222,20 @@ class CallRecorder(TorchFunctionMode):
         self._entered = None
 
     @contextmanager
-    def watching(self, layer: nn.Module) -> Iterator[None]:
-        """A context in which calls of a layer's modules are noted."""
+    def watching(self, layer: nn.Module, state_of: Callable[[nn.Module], Any]) -> Iterator[None]:
+        """A context in which calls of a layer's modules are noted, and those that change what `state_of` says of them
+        raise `RefusedError`.
+        """
 
         def enter(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
             if not self.within:
-                self._entered = args, kwargs, len(self.calls)
+                self._entered = args, kwargs, len(self.calls), state_of(module)
             self.within.append(name)
 
         def leave(module: nn.Module, args: Any, y: Any) -> None:
-            name, (args, kwargs, count) = self.within.pop(), self._entered
+            name, (args, kwargs, count, state) = self.within.pop(), self._entered
+            if not self.within and state_of(module) != state:
+                raise RefusedError(CHANGES, within=name)
             every = [t for t in tree_leaves((args, y, kwargs)) if isinstance(t, Tensor)]
             if self.within or len(self.calls) == count or not all(id(t) in self.values for t in every):
                 return
@@ -261,7 +271,7 @@ class CallRecorder(TorchFunctionMode):
         if noted.op == "dropout" and not (noted.given(2, "training", True) and noted.given(1, "p", 0.5)):
             return noted, None
         every = itertools.chain(self._first, (v for call in self.calls for v in call.values))
-        if not let_go(self.value(target), self.values, every):
+        if may_be_given(self.value(target)) or not let_go(self.value(target), self.values, every):
             raise RefusedError(f"{noted.place}: {noted.op} writes in place to what others see")
         if noted.op == "bernoulli_" and len(noted.inputs) > 1:
             raise RefusedError(f"{noted.place}: bernoulli_ with a rate that is a tensor")
