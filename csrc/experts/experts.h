@@ -55,7 +55,8 @@ struct ExpertsTensors {
 // The first slot of what is beside the codes of a slot's weights: see QuantParam.
 int experts_state(int weight);
 
-// A copy of ids as they are kept for backward: in one byte where that holds all of them, else in two.
+// A copy of ids as they are kept for backward: in one byte where that holds all of them, else in
+// two.
 at::Tensor narrow_ids(const at::Tensor& ids, int64_t experts);
 
 // t as an operand beside wider ones: half precision is copied by a CPU if not here, where no ledger
