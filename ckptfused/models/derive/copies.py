@@ -47,6 +47,11 @@ class Reading(NamedTuple):
     streams: bool = False
     """Whether x is the first two tensors of a call, side by side, and what becomes of both is returned (Flux)."""
 
+    @property
+    def of_record(self) -> dict[str, Any]:
+        """What `record` is told of it."""
+        return {"opaque": self.calls, "seq_first": self.seq_first, "streams": self.streams}
+
 
 PLAIN_READING = Reading()
 

@@ -188,9 +188,7 @@ def _recorded_here(
 ) -> Recording:
     """The recording of this very call on tensors without data."""
     args, kwargs = tree_map(lambda v: _without_data(v) if isinstance(v, Tensor) else v, (args, kwargs))
-    copy = layer_without_data(layer, placed, reading)
-    of = {"opaque": reading.calls, "seq_first": reading.seq_first, "streams": reading.streams}
-    return record(copy, args, kwargs, wide=False, **of)  # type: ignore[arg-type]
+    return record(layer_without_data(layer, placed, reading), args, kwargs, wide=False, **reading.of_record)
 
 
 def refuted_by(

@@ -162,8 +162,7 @@ def _recorded_with(
     for first_key in (True, False):
         given = resized_call(call[0], call[1], sizes, generator, first_key, folded, reading.streams)
         with factored:
-            of = {"opaque": reading.calls, "seq_first": reading.seq_first, "streams": reading.streams}
-            recording = record(own, *given, wide=True, generator=generator, **of)  # type: ignore[arg-type]
+            recording = record(own, *given, wide=True, generator=generator, **reading.of_record)
         if recording.y.data.isfinite().all():
             return recording, read(recording)
         trouble = RefusedError("its result is not finite", recording.y.call)

@@ -22,7 +22,7 @@ from ckptfused.models.derive.recording.held import BOOKS, tensors_held
 from ckptfused.models.derive.recording.in_place import writes
 from ckptfused.models.derive.recording.names import function_name
 from ckptfused.models.derive.recording.recorder import CHANGES, CallRecorder, Recorded, RefusedError, Value
-from ckptfused.models.derive.recording.streams import both_streams
+from ckptfused.models.derive.recording.streams import Streams, both_streams
 from ckptfused.models.describe.own_forward import IndexReadError
 
 _ASKS = "output_attentions"
@@ -45,7 +45,7 @@ class Returns(NamedTuple):
     place: int
     leaves: tuple[Any, ...]
     tree: TreeSpec
-    streams: tuple[tuple[str, int], ...]
+    streams: Streams
 
 
 class Recording:
@@ -64,8 +64,7 @@ class Recording:
         self.calls, self.x, self.roots, self.modes = recorder.calls, x, recorder.roots, recorder.modes
         leaves, self.tree = tree_flatten(y)
         tensors = [t for t in leaves if isinstance(t, Tensor)]
-        self.streams: tuple[tuple[str, int], ...] = ()
-        """The name of each stream in their order, and the place of what becomes of it among the leaves returned."""
+        self.streams: Streams = ()
         if streams:
             self.x, whole, self.streams = both_streams(self.calls, streams, list(map(recorder.value, tensors)), leaves)
             tensors = [whole.data]
