@@ -3,12 +3,13 @@ torchao 0.18, GPTQModel 7.7."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import enum
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+
+from ckptfused.compat.torch_modules import forward_pre_hooks
 
 LINEAR_4BIT = "bitsandbytes.nn.modules.Linear4bit"
 LINEAR_8BIT = "bitsandbytes.nn.modules.Linear8bitLt"
@@ -29,6 +30,10 @@ AWQ_METHODS = ("_dequantize_weight_for_inference", "_ensure_runtime_dtype")
 """What their forwards call of themselves."""
 INT8_TENSOR = "torchao.quantization.Int8Tensor"
 NF4_TENSOR = "torchao.quantization.quantize_.workflows.nf4.nf4_tensor.NF4Tensor"
+PACKED = (
+    "bitsandbytes packed its 4-bit weight anew in an evaluation on this processor (AVX512-BF16), and now trains "
+    "without gradients: load the model again, and convert it before it is evaluated"
+)
 _HQQ_KINDS = {"8bit_u8": "uint8", "4bit_u8": "uint4", "3bit_32": "uint3", "2bit_u8": "uint2", "1bit_u8": "uint1"}
 
 
@@ -54,19 +59,44 @@ def _name_of(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-@contextmanager
-def not_repacked(module: nn.Module) -> Iterator[None]:
-    """A context in which no evaluation packs the 4-bit layers of a module anew, as they do where `training` is off; it
-    says nothing else to them. `Linear4bit.forward`."""
-    kinds = {kind for kind in map(type, module.modules()) for base in kind.__mro__ if _name_of(base) == LINEAR_4BIT}
-    layers = [m for m in module.modules() if type(m) in kinds and not m.training]
-    for layer in layers:
-        layer.training = True
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.training = False
+class _Processor(enum.IntEnum):
+    """What `support_avx512bf16_for_cpu` of a 4-bit layer says that could pack its weight, and is to leave it."""
+
+    LEFT_OUT = 0
+
+
+def four_bit_layers(model: nn.Module) -> list[Any]:
+    """The modules of a model that are bitsandbytes' in 4 bits, or of a class of theirs."""
+    kinds = {kind for kind in map(type, model.modules()) if LINEAR_4BIT in map(_name_of, kind.__mro__)}
+    return [module for module in model.modules() if type(module) in kinds]
+
+
+def never_pack(model: nn.Module) -> None:
+    """Has no evaluation pack the 4-bit layers of a model anew from now on."""
+    for layer in four_bit_layers(model):
+        if layer.support_avx512bf16_for_cpu:
+            layer.support_avx512bf16_for_cpu = _Processor.LEFT_OUT
+
+
+def refuse_gradients_of_packed(model: nn.Module) -> None:
+    """Has the layers of a model that are packed raise where they would give no gradient."""
+    for layer in four_bit_layers(model):
+        if repacked(four_bit_state(layer)):
+            layer.register_forward_pre_hook(_without_gradients)
+
+
+def as_bitsandbytes_does(model: nn.Module) -> None:
+    """Undoes both."""
+    for layer in four_bit_layers(model):
+        if layer.support_avx512bf16_for_cpu is _Processor.LEFT_OUT:
+            layer.support_avx512bf16_for_cpu = True
+        for key in [key for key, hook in forward_pre_hooks(layer).items() if hook is _without_gradients]:
+            del forward_pre_hooks(layer)[key]
+
+
+def _without_gradients(module: nn.Module, args: tuple[Any, ...]) -> None:
+    if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in args):
+        raise RuntimeError(PACKED)
 
 
 def four_bit_compute_type(module: Any, dtype: Any, safe: tuple[Any, ...]) -> Any:

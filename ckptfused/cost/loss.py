@@ -19,12 +19,13 @@ Shape = Sequence[int]
 def loss_flops(spec: LossSpec, x: Shape, weight: Shape, needs: Sequence[bool], *, backward: bool, kept: bool) -> int:
     """FLOPs of the products of one forward or backward, adapters included.
 
-    x [..., C] and weight [V, C] are shapes. needs: whether the gradients of x, weight, bias and each adapter's a, b and
-    bias are asked for of this call. kept: of a backward, whether forward made them, so that nothing is multiplied.
+    x [..., C] and weight [V, C] are shapes, the latter of numbers or of codes. needs: whether the gradients of x,
+    weight, bias and each adapter's a, b and bias are asked for of this call. kept: of a backward, whether forward made
+    them, so that nothing is multiplied.
     """
     if backward and kept:
         return 0
-    (classes, width), tokens = weight, prod(x[:-1])
+    classes, width, tokens = spec.classes or weight[0], x[-1], prod(x[:-1])
     dx, dweight, _, *of_adapters = needs
     flops = 2 * tokens * classes * width * (1 + dx + dweight)
     for i, adapter in enumerate(spec.lora):
@@ -48,7 +49,7 @@ def loss_saved_bytes(
     each token, 16 bytes of random state, and of a mean on a GPU, where no host reads it, the 8 of its divisor. x, of
     `dtype`, and the caller's own tensors do not count.
     """
-    (classes, width), tokens = weight, prod(x[:-1])
+    classes, width, tokens = spec.classes or weight[0], x[-1], prod(x[:-1])
     wide = accumulation_type(dtype).itemsize
     total = tokens * wide + 16 * spec.has_dropout
     if spec.reduction == "mean" and torch.device(device).type != "cpu":
@@ -78,7 +79,8 @@ def loss_ledgers(
 ) -> tuple[Ledger, Ledger]:
     """Every allocation, product and launch of one `linear_cross_entropy` before it is divided, and of its backward.
 
-    **Shapes** those of the call: x [..., C], weight [V, C], bias and class_weight [V]; adapters: a, b and bias of each.
+    **Shapes** those of the call: x [..., C], weight [V, C], bias and class_weight [V]; adapters: a, b and bias of each,
+    then what stands beside the codes of a weight in few bits.
     Their types and which of them require gradients count, not their values: meta tensors will do.
 
     The forward's ledger has its results in it and what it keeps for backward, the backward's all gradients (those that

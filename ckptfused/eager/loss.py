@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ckptfused.checks import computing_in
+from ckptfused.eager.dequantize import dequantize
 from ckptfused.spec import LossSpec
 
 
@@ -28,11 +29,15 @@ def eager_logits(
 ) -> Tensor:  # fmt: skip
     """The logits after scale and soft-cap, in float32 (float64 for float64 x).
 
-    **Shapes** x [..., C], weight [V, C], bias [V]; adapters: a [r, C], b [V, r], bias [V] of each, in a row. masks: for
-    each adapter what its input is multiplied by; None: PyTorch's dropout draws.
+    **Shapes** x [..., C], weight [V, C], bias [V]; adapters: a [r, C], b [V, r], bias [V] of each, in a row; where the
+    weight is codes, then what stands beside these. masks: for each adapter what its input is multiplied by; None:
+    PyTorch's dropout draws.
     """
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     product = x.dtype if spec.compute is None else getattr(torch, spec.compute)
+    if spec.quant:
+        state = adapters[3 * len(spec.lora) :]
+        weight = dequantize(weight, state, spec.quant[0].form, (spec.classes, x.size(-1)), product)
     logits = F.linear(*(t if t is None else t.to(product) for t in (x, weight, bias))).to(wide)  # type: ignore[arg-type]
     for i, adapter in enumerate(spec.lora):
         a, b, own = (t if t is None else t.to(wide) for t in adapters[3 * i : 3 * i + 3])
@@ -58,7 +63,8 @@ def eager_linear_cross_entropy(
     **Source** `torch.nn.functional.cross_entropy` and, for z-loss, Chowdhery et al. 2022 (PaLM), section 5.
     """
     with computing_in(x):
-        logits = eager_logits(x, weight, bias, adapters, spec, masks).view(target.numel(), weight.size(0))
+        logits = eager_logits(x, weight, bias, adapters, spec, masks)
+        logits = logits.view(target.numel(), logits.size(-1))
         options = {"ignore_index": spec.ignore_index, "label_smoothing": spec.label_smoothing, "reduction": "none"}
         targets = target.flatten()
         share = None if class_weight is None else class_weight.to(logits.dtype)

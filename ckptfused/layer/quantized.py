@@ -23,6 +23,7 @@ from ckptfused.compat.quantizers import (
     LINEAR_4BIT,
     LINEAR_8BIT,
     NF4_TENSOR,
+    PACKED,
     four_bit_compute_type,
     four_bit_state,
     gptq_parts,
@@ -103,10 +104,7 @@ def _four_bits(module: Any, dtype: torch.dtype, name: str) -> Weight:
         return Reason(f"{name}: its weight is not quantized yet (move the model to its device)")
     if repacked(state):
         if module.training and torch.is_grad_enabled():
-            raise RuntimeError(
-                f"{name}: bitsandbytes packed its 4-bit weight anew in an evaluation on this processor (AVX512-BF16), "
-                "and now trains without gradients: load the model again, and evaluate it converted and without a cache"
-            )
+            raise RuntimeError(f"{name}: {PACKED}")
         return Reason(f"{name}: bitsandbytes packed its weight for inference", original=True)
     own, wanted = four_bit_compute_type(module, dtype, (torch.float32, torch.bfloat16)), wanted_type(codes, dtype)
     if own != wanted:

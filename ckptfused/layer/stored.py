@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from ckptfused.checks import autocast_enabled, has_values, is_dtensor
 from ckptfused.compat.torch_memory import storage_id
 from ckptfused.layer.parts import Reason
-from ckptfused.spec import Quantized
 
 
 class Stored(NamedTuple):
@@ -26,12 +25,6 @@ class Stored(NamedTuple):
     shape: tuple[int, ...]
     check: Callable[[], None] | None = None
     """For before a backward: **raises** `RuntimeError` where the module has another weight or state now."""
-
-    @torch.no_grad()
-    def numbers(self, codes: Tensor, x: Tensor) -> Tensor:
-        """The weight in the type of a product with x. **Shapes** codes as they are stored; [out, in]."""
-        form, dtype = Quantized("", *self.form).form, wanted_type(codes, x.dtype)
-        return torch.ops.ckptfused.dequantize(codes, self.state, form, self.shape, dtype)  # type: ignore[no-any-return]
 
 
 Weight = tuple[Tensor, Stored] | Reason

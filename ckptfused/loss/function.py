@@ -11,41 +11,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ckptfused._extension import _C  # registers the ops, too
-from ckptfused.checks import (
-    check_dtype,
-    check_generator,
-    check_input,
-    check_param,
-    check_plain,
-    compute_word,
-    transformed,
-)
+from ckptfused.checks import check_generator, compute_word, transformed
 from ckptfused.compat.torch_compile import constant_result
 from ckptfused.eager.loss import eager_linear_cross_entropy
+from ckptfused.loss.arguments import HeadAdapter, HeadWeight, check_arguments, parts_of
 from ckptfused.ops import (
     enclosing_checkpoint,
     loss_second_order,  # noqa: F401  (registers the Autograd kernel)
 )
 from ckptfused.sizes import parse_bytes
-from ckptfused.spec import HEAD, Adapter, LossSpec, parse_loss
-from ckptfused.spec.checks import check_choice, check_flag, check_number
+from ckptfused.spec import HEAD, Adapter, LossSpec, Quantized, parse_loss
+from ckptfused.spec.checks import check_choice, check_flag
 
 REDUCTIONS = ("mean", "sum", "none")
 _OP = torch.ops.ckptfused.linear_cross_entropy.default  # a name without its overload is looked up at each call
-
-
-class HeadAdapter(NamedTuple):
-    """A low-rank adapter beside the head (LoRA): logits += scale * (b(a(drop(x))) + bias).
-
-    **Shapes** a [rank, C], b [V, rank], bias [V] or None. p: dropout of x; 0 where the adapter is in eval.
-    **Source** Hu et al. 2021 (arXiv 2106.09685), section 4.1; `peft.tuners.lora.Linear`.
-    """
-
-    a: Tensor
-    b: Tensor
-    bias: Tensor | None = None
-    scale: float = 1.0
-    p: float = 0.0
 
 
 class LossOutput(NamedTuple):
@@ -76,10 +55,13 @@ def _checked_text(
     label_smoothing: float,
     z_loss: float,
     adapters: _Lora,
+    stored: tuple[tuple[Any, ...], int] | None,
 ) -> str:
     same = {"keep": keep, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
     options = spec_options(reduction, softcap, scratch, **same, logit_scale=logit_scale, z_loss=z_loss)
     lora = tuple(Adapter(HEAD, *adapter) for adapter in adapters)
+    if stored is not None:
+        options |= {"quant": (Quantized(HEAD, *stored[0]),), "classes": stored[1]}
     return LossSpec(**{**options, "reduction": "sum"} if outside else options, lora=lora).to_string()
 
 
@@ -113,7 +95,7 @@ def spec_options(reduction: str, softcap: float | None, scratch: int | str | Non
 
 def linear_cross_entropy(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | HeadWeight,
     target: Tensor,
     bias: Tensor | None = None,
     *,
@@ -139,7 +121,7 @@ def linear_cross_entropy(
 
     **Shapes** x [..., C] and weight [V, C], float64, float32, bfloat16 or float16, of one type (any under autocast);
     target [...], int64: a class, or `ignore_index`. bias, class_weight: [V]. Result: none; with `reduction="none"` as
-    target.
+    target. A weight in few bits is a `HeadWeight`.
 
     reduction: "mean" divides by the number of targets that are not ignored (by the sum of their class weights), "sum"
     by nothing; "none" gives each token's loss, and always keeps the inputs. num_items: divides the sum instead of the
@@ -157,7 +139,8 @@ def linear_cross_entropy(
 
     **Saves** x and the caller's own tensors, and with "gradients" dx and, where they are trained, gradients of weight,
     bias and adapters; with "inputs" 4 bytes a token (the log-sum-exp).
-    **Recomputes** with "inputs" the logits. A second derivative runs through plain PyTorch.
+    **Recomputes** with "inputs" the logits; in each pass the numbers of a weight in few bits. A second derivative runs
+    through plain PyTorch.
     **Raises** `ValueError` or `TypeError` naming the argument, what was expected and what came; `IndexError` for a
     target that is no class (on CUDA, where nobody waits for it, its loss is NaN).
     **Source** `torch.nn.functional.cross_entropy`, and PyTorch 2.13's `linear_cross_entropy`, whose `linear_weight`,
@@ -165,9 +148,10 @@ def linear_cross_entropy(
     arXiv 2410.10989).
     """
     compiling = torch.compiler.is_compiling()
-    more = compiling or len(adapters) > 0 or num_items is not None
+    matrix, stored, beside = parts_of(weight)
+    more = compiling or stored is not None or len(adapters) > 0 or num_items is not None
     if more or not _C.loss_arguments_fit(x, weight, target, bias, class_weight):
-        _check(x, weight, target, bias, class_weight, adapters, reduction, num_items)
+        check_arguments(x, weight, target, bias, class_weight, adapters, reduction, num_items)
     if not compiling and not (shift is False and return_tokens is False):  # Dynamo traces no error of ours
         check_flag("shift", shift)
         check_flag("return_tokens", return_tokens)
@@ -187,16 +171,16 @@ def linear_cross_entropy(
         lora_options = tuple(
             (_plain_value(rank), _plain_value(scale), _plain_value(p)) for rank, scale, p in lora_options
         )
-    text = _text(reduction, outside, *numbers, lora_options)
-    tensors = [t for lora in adapters for t in (lora.a, lora.b, lora.bias)]
+    text = _text(reduction, outside, *numbers, lora_options, stored)
+    tensors = [*(t for lora in adapters for t in (lora.a, lora.b, lora.bias)), *beside]
     if plainly:
         spec = parse_loss(text + compute_word(x, residual=False))
-        made = eager_linear_cross_entropy(x, weight, bias, target, class_weight, tensors, spec)
+        made = eager_linear_cross_entropy(x, matrix, bias, target, class_weight, tensors, spec)
     else:
         if not compiling and any(lora.p for lora in adapters):
             generator = enclosing_checkpoint.source(x, generator)
-        direct = None if more else _C.linear_cross_entropy(x, weight, bias, target, class_weight, text)
-        made = direct or _OP(x, weight, bias, target, class_weight, tensors, text, generator=generator)
+        direct = None if more else _C.linear_cross_entropy(x, matrix, bias, target, class_weight, text)
+        made = direct or _OP(x, matrix, bias, target, class_weight, tensors, text, generator=generator)
     loss = _divided(made[0], num_items, target, ignore_index, class_weight) if outside else made[0]
     return LossOutput(loss, *made[1:]) if return_tokens else loss
 
@@ -216,55 +200,3 @@ def _divided(
         return loss / number
     nothing = ~counted.any()
     return torch.where(nothing & (number == 0), loss.detach() / number, loss / torch.where(nothing, 1, number))
-
-
-def _check(
-    x: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    class_weight: Tensor | None,
-    adapters: Sequence[HeadAdapter],
-    reduction: str,
-    num_items: float | Tensor | None,
-) -> None:
-    check_plain("x", x)
-    check_plain("weight", weight)
-    check_plain("target", target)
-    if weight.dim() != 2 or x.dim() < 1 or x.size(-1) != weight.size(1):
-        raise ValueError(f"x, weight: expected [..., C] and [V, C], got {list(x.shape)} and {list(weight.shape)}")
-    check_input(x.view(-1, 1) if x.dim() == 1 else x.flatten(0, -2), None)
-    classes, width = weight.shape
-    if classes == 0:
-        raise ValueError("weight: expected at least one class, got shape [0, C]")
-    check_param("weight", weight, (classes, width), x)
-    check_dtype("weight", weight, x)
-    if target.dtype != torch.int64:
-        raise TypeError(f"target: expected int64 (probabilities of classes are not supported), got {target.dtype}")
-    if target.shape != x.shape[:-1]:
-        raise ValueError(
-            f"target: expected shape {list(x.shape[:-1])}, as x without its last, got {list(target.shape)}"
-        )
-    if target.device != x.device:
-        raise ValueError(f"target: expected x's device {x.device}, got {target.device}")
-    for name, vector in (("bias", bias), ("class_weight", class_weight)):
-        if vector is not None:
-            check_param(name, vector, (classes,), x)
-    if class_weight is not None and class_weight.requires_grad and torch.is_grad_enabled():
-        raise ValueError("class_weight: expected a tensor that needs no gradient, got one that requires it")
-    for i, lora in enumerate(adapters):
-        if not isinstance(lora, HeadAdapter):
-            raise TypeError(f"adapters[{i}]: expected a HeadAdapter, got {type(lora).__name__}")
-        rank = lora.a.size(0)
-        check_param(f"adapters[{i}].a", lora.a, (rank, width), x)
-        check_param(f"adapters[{i}].b", lora.b, (classes, rank), x)
-        if lora.bias is not None:
-            check_param(f"adapters[{i}].bias", lora.bias, (classes,), x)
-    if num_items is not None:
-        if reduction == "none":
-            raise ValueError("num_items: leave it out with reduction='none', which divides by nothing")
-        if isinstance(num_items, Tensor):
-            if num_items.numel() != 1:
-                raise ValueError(f"num_items: expected a tensor with one number, got shape {list(num_items.shape)}")
-        elif not torch.compiler.is_compiling():  # which may trace it as a symbol
-            check_number("num_items", num_items)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from ckptfused.compat import quantizers
 from ckptfused.compat.accelerate import BELOW_HOOKS
 from ckptfused.layer.hooks import watched
 from ckptfused.layer.parts import Reason
@@ -35,7 +36,7 @@ from ckptfused.recompute.joined_calls import Segment
 
 Found = tuple[str, nn.Module, Family | None]
 
-_TOUCHED = ("forward", BELOW_HOOKS, REPLICATE, "config")
+_TOUCHED = ("forward", BELOW_HOOKS, REPLICATE, "config", "support_avx512bf16_for_cpu")
 PREFIX = Reason("prefix tuning: each call has a filled key/value cache, with which a layer runs as it was")
 AS_IT_WAS = Reason("as it was, says the policy")
 PATCHED = Reason("its forward is not its class's (patched or offloaded)")
@@ -93,15 +94,18 @@ def install(model: nn.Module, policy: CheckpointPolicy, process_group: Any = Non
     found, language_models = list(find.layers(model)), list(lm_heads.models(model))
     touched = [*(layer for _, layer, _ in found), *(inner for _, inner in language_models)]
     touched += filter(experts.is_changed, model.modules())
-    touched += lm_heads.final_norms(language_models)
+    touched += [*lm_heads.final_norms(language_models), *quantizers.four_bit_layers(model)]
     held = [(module, {key: vars(module)[key] for key in _TOUCHED if key in vars(module)}) for module in touched]
 
     def both() -> Installed:
         for module in model.modules():
             loss_forward.take_out(module)
+        quantizers.as_bitsandbytes_does(model)
+        quantizers.never_pack(model)
         asked = () if policy.loss is None else language_models
         heads = tuple(_loss(name, inner, policy.loss_scratch) for name, inner in asked)
         layers, notes = _layers(model, found, policy)
+        quantizers.refuse_gradients_of_packed(model)
         return Installed(layers, heads, policy, notes)
 
     try:
@@ -266,6 +270,7 @@ def revert(model: nn.Module) -> int:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
     end_releases(model)
+    quantizers.as_bitsandbytes_does(model)
     count = 0
     for layer in model.modules():
         loss_forward.take_out(layer)

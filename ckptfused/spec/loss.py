@@ -7,11 +7,12 @@ from typing import Annotated
 
 from .adapters import Adapter, checked_adapters
 from .fields import COMPUTE_TYPES
+from .quantized import Quantized, checked_quantized
 from .table import Key, check_rows
 from .text import refuse_unknown, row_values, row_words, split_words
 
 HEAD = "head"
-"""The target of an adapter beside a loss head's weight."""
+"""The target of an adapter beside a loss head's weight, and of that weight where it is stored in few bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,11 +37,17 @@ class LossSpec:
     scratch: Annotated[int, Key("Bytes of logits that exist at a time; 0: by device and shape.", least=0)] = 0
     compute: Annotated[str | None, Key("Type of the matrix products; None: the type of x.", COMPUTE_TYPES)] = None
     lora: Annotated[tuple[Adapter, ...], Key("Adapters beside the weight, in the order of adding.")] = ()
+    quant: Annotated[tuple[Quantized, ...], Key("The weight, where it is stored in few bits.")] = ()
+    classes: Annotated[int, Key("Classes of a weight that is stored in few bits.", least=0)] = 0
     _text: str = field(default="", init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_rows(self)
         object.__setattr__(self, "lora", checked_adapters("lora", self.lora, (HEAD,)))
+        object.__setattr__(self, "quant", checked_quantized("quant", self.quant, (HEAD,), transposed=False))
+        if bool(self.quant) != bool(self.classes):
+            expected = "1 or more of a stored weight" if self.quant else "0 of a weight of numbers"
+            raise ValueError(f"classes: expected {expected}, got {self.classes}")
         object.__setattr__(self, "_text", " ".join(row_words(self)))
 
     def to_string(self) -> str:

@@ -162,6 +162,8 @@ struct LossFields {
   int64_t scratch = 0;  // Bytes of logits that exist at a time; 0: by device and shape.
   c10::ScalarType compute = c10::ScalarType::Undefined;  // Type of the matrix products; None: the type of x.
   std::vector<AdapterSpec> lora = {};  // Adapters beside the weight, in the order of adding.
+  std::vector<QuantizedSpec> quant = {};  // The weight, where it is stored in few bits.
+  int64_t classes = 0;  // Classes of a weight that is stored in few bits.
 };
 // Calls f(key, member) for each field.
 template <typename F>
@@ -176,6 +178,8 @@ void for_fields(LossFields& s, F&& f) {
   f("scratch", s.scratch);
   f("compute", s.compute);
   f("lora", s.lora);
+  f("quant", s.quant);
+  f("classes", s.classes);
 }
 
 constexpr ComputeType kComputeTypes[] = {{"float64", c10::ScalarType::Double}, {"float32", c10::ScalarType::Float}, {"bfloat16", c10::ScalarType::BFloat16}, {"float16", c10::ScalarType::Half}};

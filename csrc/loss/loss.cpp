@@ -5,6 +5,7 @@
 
 #include "block/adapters_aten.h"
 #include "loss/loss_pieces.h"
+#include "loss/reduction.h"
 #include "math/dropout.h"
 #include "ops/checks.h"
 #include "ops/column_sums.h"
@@ -49,13 +50,14 @@ LossHead::LossHead(const LossSpec& spec, const LossTensors& tensors, const std::
                 t.scalar_type(), " ", t.sizes(), " on ", t.device());
     check_memory(kOp, name, t);
   };
-  TORCH_CHECK(x.dim() >= 1 && weight.dim() == 2, kOp, ": expected x [..., C] and weight [V, C], ",
-              "got ", x.sizes(), " and ", weight.sizes());
+  const bool stored = !spec.quant.empty();
+  TORCH_CHECK(x.dim() >= 1 && (stored || weight.dim() == 2), kOp,
+              ": expected x [..., C] and weight [V, C], got ", x.sizes(), " and ", weight.sizes());
   C_ = x.size(-1);
-  V_ = weight.size(0);
+  V_ = stored ? spec.classes : weight.size(0);
   N_ = tensors.target.numel();
   check("x", x, x.sizes());
-  check("weight", weight, {V_, C_});
+  if (!stored) check("weight", weight, {V_, C_});
   check("bias", tensors.bias, {V_});
   check("class_weight", tensors.class_weight, {V_});
   TORCH_CHECK(tensors.target.sizes() == x.sizes().slice(0, x.dim() - 1) &&
@@ -65,10 +67,12 @@ LossHead::LossHead(const LossSpec& spec, const LossTensors& tensors, const std::
               ", got ", tensors.target.scalar_type(), " ", tensors.target.sizes(), " on ",
               tensors.target.device());
   check_memory(kOp, "target", tensors.target);
-  const size_t expected = kLossAdapters + kAdapterParams * spec.lora.size();
+  const size_t beside = kAdapterParams * spec.lora.size();
+  const size_t expected = kLossAdapters + beside + kQuantParams * spec.quant.size();
   TORCH_CHECK(kLossAdapters + tensors.adapters.size() == expected && needs.size() == expected, kOp,
-              ": the spec has ", spec.lora.size(), " adapters, got ", tensors.adapters.size(),
-              " tensors of adapters and ", needs.size(), " needs");
+              ": the spec has ", spec.lora.size(), " adapters and ", spec.quant.size(),
+              " weights in few bits, got ", tensors.adapters.size(), " tensors of these and ",
+              needs.size(), " needs");
   for (size_t i = 0; i < spec.lora.size(); ++i) {
     const Tensor* t = &tensors.adapters[kAdapterParams * i];
     TORCH_CHECK(t[0].defined() && t[1].defined(), kOp, ": expected a and b of each adapter");
@@ -81,13 +85,26 @@ LossHead::LossHead(const LossSpec& spec, const LossTensors& tensors, const std::
   x_ = x.contiguous().view({N_, C_});
   target_sizes_ = tensors.target.sizes().vec();
   tensors_.target = tensors.target.contiguous().view({N_});
-  weight_ = in_type(weight, P_);
+  weight_ = stored ? numbers({tensors.adapters.begin() + beside, tensors.adapters.end()})
+                   : in_type(weight, P_);
   bias_ = in_type(tensors.bias, P_);
   if (tensors.class_weight.defined()) {
     const Tensor w = tensors.class_weight.to(A_);
     class_weight_ = at::cat({w, w.sum().view({1})});
   }
   sums_.resize(needs.size());
+}
+
+// The numbers of a weight in few bits, which are there until the pass ends.
+Tensor LossHead::numbers(const std::vector<Tensor>& beside) const {
+  const Tensor& codes = tensors_.weight;
+  TORCH_CHECK(!needs_[kLossWeight], kOp, ": a weight in few bits cannot be trained");
+  OptTensorList state;
+  for (const Tensor& t : beside) state.push_back(call::opt(t));
+  const Ledger::Name name("weight of head");
+  const Tensor made = call::dequantize(codes, state, spec_.quant[0].form, {V_, C_}, P_);
+  counted_launch("dequantize", int64_t(codes.nbytes() + made.nbytes()));
+  return made;
 }
 
 call::LossArgs LossHead::args() const {
@@ -269,28 +286,6 @@ std::vector<Tensor> LossHead::backward(const Tensor& dloss, const Tensor& lse) {
     for (const Tensor& t : result) scale_gradient(t, dloss);
   }
   return result;
-}
-
-void scale_gradient(const Tensor& grad, const Tensor& dloss) {
-  const bool cpu = on_cpu(dloss);
-  const double factor = dloss.is_cpu() ? dloss.item<double>() : 0;  // counted: of no memory
-  if (cpu && factor == 1.0) return;
-  if (grad.element_size() >= 4) {
-    grad.mul_(dloss);
-    return;
-  }
-  // As a tensor the factor would first be rounded to the gradient's type; of a device reading it
-  // would wait.
-  if (cpu) {
-    grad.mul_(factor);
-    return;
-  }
-  constexpr int64_t kElements = int64_t(1) << 24;
-  const Tensor flat = grad.view({-1});
-  for (int64_t i = 0; i < flat.numel(); i += kElements) {
-    const Tensor part = flat.narrow(0, i, std::min(kElements, flat.numel() - i));
-    part.copy_(part.to(at::kFloat).mul_(dloss));
-  }
 }
 
 }  // namespace ckptfused

@@ -13,15 +13,13 @@ namespace ckptfused {
 // Of the tensors that gradients are asked for, in this order; a, b and bias of each adapter follow.
 enum LossSlot : int { kLossX, kLossWeight, kLossBias, kLossAdapters };
 
-// The tensors of a call: x, weight, bias, then a, b and bias of each adapter.
+// The tensors of a call: x, weight, bias, then a, b and bias of each adapter; where the weight is
+// codes, the tensors beside these come last.
 struct LossTensors {
   at::Tensor x, weight, bias, target, class_weight;
   std::vector<at::Tensor> adapters;  // undefined where absent
   at::Tensor rng;
 };
-
-// grad *= dloss, one number, which is not rounded to grad's type.
-void scale_gradient(const at::Tensor& grad, const at::Tensor& dloss);
 
 // A call of a loss head: logits exist a piece at a time.
 class LossHead {
@@ -55,6 +53,7 @@ class LossHead {
   Adapters adapters(int64_t col0, int64_t cols, bool gradients);
   std::vector<at::Tensor> gradients();
   call::LossArgs args() const;
+  at::Tensor numbers(const std::vector<at::Tensor>& beside) const;
   at::Tensor empty(at::IntArrayRef size, at::ScalarType type) const {
     return at::empty(size, tensors_.x.options().dtype(type));
   }

@@ -60,4 +60,26 @@ Tensor reduced(const Tensor& token_loss, bool per_token, const at::IValue& count
   return count.isNone() ? sum : divided(sum, count, 0);
 }
 
+void scale_gradient(const Tensor& grad, const Tensor& dloss) {
+  const bool cpu = on_cpu(dloss);
+  const double factor = dloss.is_cpu() ? dloss.item<double>() : 0;  // counted: of no memory
+  if (cpu && factor == 1.0) return;
+  if (grad.element_size() >= 4) {
+    grad.mul_(dloss);
+    return;
+  }
+  // As a tensor the factor would first be rounded to the gradient's type; of a device reading it
+  // would wait.
+  if (cpu) {
+    grad.mul_(factor);
+    return;
+  }
+  constexpr int64_t kElements = int64_t(1) << 24;
+  const Tensor flat = grad.view({-1});
+  for (int64_t i = 0; i < flat.numel(); i += kElements) {
+    const Tensor part = flat.narrow(0, i, std::min(kElements, flat.numel() - i));
+    part.copy_(part.to(at::kFloat).mul_(dloss));
+  }
+}
+
 }  // namespace ckptfused

@@ -16,4 +16,7 @@ at::Tensor divided(const at::Tensor& t, const at::IValue& count, int64_t least);
 // What a call returns of each token's losses. count: None where the loss is no mean.
 at::Tensor reduced(const at::Tensor& token_loss, bool per_token, const at::IValue& count);
 
+// grad *= dloss, one number, which is not rounded to grad's type.
+void scale_gradient(const at::Tensor& grad, const at::Tensor& dloss);
+
 }  // namespace ckptfused

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import re
 import warnings
 from pathlib import Path
 from types import ModuleType
@@ -530,11 +531,19 @@ def test_bitsandbytes() -> None:
     assert made.four_bit_compute_type(layer, torch.bfloat16, (torch.bfloat16,)) is torch.bfloat16
     state = made.four_bit_state(layer.to("cpu"))
     assert state.quant_type == "nf4" and not made.repacked(state)
-    with made.not_repacked(nn.Sequential(layer.eval())), torch.no_grad():
-        assert (
-            layer.training and layer(torch.ones(2, 64)).isfinite().all() and not made.repacked(layer.weight.quant_state)
-        )
-    assert not layer.training
+    assert layer.support_avx512bf16_for_cpu in (0, 1) and made.four_bit_layers(nn.Sequential(layer)) == [layer]
+    layer.support_avx512bf16_for_cpu = True  # as on a processor that has it
+    made.never_pack(nn.Sequential(layer.eval()))
+    with torch.no_grad():
+        assert layer(torch.ones(2, 64)).isfinite().all() and not made.repacked(layer.weight.quant_state)
+    x = torch.ones(2, 64, requires_grad=True)
+    layer.quant_state.packing_format_for_cpu = True
+    made.refuse_gradients_of_packed(nn.Sequential(layer))
+    with pytest.raises(RuntimeError, match=re.escape(made.PACKED)):
+        layer(x)
+    layer.quant_state.packing_format_for_cpu = False
+    made.as_bitsandbytes_does(nn.Sequential(layer))
+    assert layer.support_avx512bf16_for_cpu is True and layer(x).requires_grad
     layer.weight.quant_state = None  # as FSDP leaves it
     assert made.four_bit_state(layer) is state
     layer = bnb.nn.Linear4bit(64, 64, compute_dtype=torch.float16)

@@ -56,8 +56,8 @@ def test_pieces_are_views() -> None:
 def test_python_checks_only_what_may_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """The quick look is sure of plain calls alone; the checks that name an argument see all others."""
     checked: list[Any] = []
-    check = function._check
-    monkeypatch.setattr(function, "_check", lambda *args: (checked.append(args), check(*args)))
+    check = function.check_arguments
+    monkeypatch.setattr(function, "check_arguments", lambda *args: (checked.append(args), check(*args)))
     x, weight, target = small()
     bias, class_weight = torch.randn(10), torch.rand(10)
     ckptfused.linear_cross_entropy(x, weight, target, bias, class_weight=class_weight, label_smoothing=0.1)

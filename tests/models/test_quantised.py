@@ -216,6 +216,23 @@ def test_adapters_come_and_go(tmp_path: Path) -> None:
     same()
 
 
+def test_adapters_of_each_row_of_a_batch(tmp_path: Path) -> None:
+    """PEFT takes `adapter_names` in evaluation alone: the layers run as they are."""
+    pytest.importorskip("bitsandbytes")
+    llama().save_pretrained(tmp_path)
+    plain = adapted(loaded(tmp_path, torch.float32))
+    plain.add_adapter("other", plain.peft_config["default"])
+    model = copy.deepcopy(plain)
+    assert ckptfused.convert(model).fused == 2
+    batch = text_batch()
+    names = ["default", "other", "__base__"] * batch["input_ids"].size(0)
+    batch["adapter_names"] = names[: batch["input_ids"].size(0)]
+    with torch.no_grad():
+        assert torch.equal(model.eval()(**batch).logits, plain.eval()(**batch).logits)
+    with pytest.raises(ValueError, match="Cannot pass `adapter_names` when the model is in training mode"):
+        model.train()(**batch)
+
+
 def test_another_compute_type_is_left_to_the_layer(tmp_path: Path) -> None:
     """What transformers chooses where nothing is said: products in float32 beside a bfloat16 stream."""
     pytest.importorskip("bitsandbytes")

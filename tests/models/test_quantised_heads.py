@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("bitsandbytes")
+bitsandbytes = pytest.importorskip("bitsandbytes")
 pytest.importorskip("transformers")
 
 import ckptfused
+from ckptfused.compat.quantizers import four_bit_layers, repacked
 from tests.models.compare import equal, gradients, run
 from tests.models.small import llama, unfused
 from tests.models.zoo import text_batch
@@ -29,47 +30,102 @@ def made(target: str = "q_proj", dtype: torch.dtype = torch.float32) -> Any:
     return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", target], init_lora_weights=False))
 
 
+def may_be_packed(model: Any) -> list[Any]:
+    """The 4-bit layers of a model, which pack themselves in an evaluation, whatever processor this is."""
+    layers = four_bit_layers(model)
+    for layer in layers:
+        layer.support_avx512bf16_for_cpu = True
+    return layers
+
+
+def packed(model: Any) -> list[str]:
+    """The layers whose weights were packed for inference."""
+    return [name for name, module in model.named_modules() if repacked(getattr(module, "quant_state", None))]
+
+
 @pytest.mark.parametrize("target", ["q_proj", "lm_head"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_training_goes_on_after_an_evaluation(target: str, dtype: torch.dtype) -> None:
-    """bitsandbytes packs a layer for inference for good, at its first evaluation on a processor with AVX512-BF16."""
+@pytest.mark.parametrize("loss", [None, "chunked"])
+@pytest.mark.parametrize("cached", [False, True])
+def test_training_goes_on_after_an_evaluation(target: str, dtype: torch.dtype, loss: Any, cached: bool) -> None:
+    """Without `convert` bitsandbytes packs a layer at its first evaluation, and it trains without gradients then."""
     model = made(target, dtype).train()
-    ckptfused.convert(model, loss="chunked")
+    layers = may_be_packed(model)
+    ckptfused.convert(model, loss=loss)
     before = run(model, text_batch())
-    head, told = model.get_output_embeddings(), []
-    layer = getattr(head, "base_layer", head)
-    handle = layer.register_forward_pre_hook(lambda module, args: told.append(module.training))
     with torch.no_grad():
-        model.eval()(**text_batch(), use_cache=False)
-        assert told == [True] and not layer.training
-    handle.remove()
+        model.eval()(**text_batch(), use_cache=cached)
+        with ckptfused.original(model):
+            model(**text_batch())
+    assert len(layers) == 15 and not packed(model)
     model.train()
     with unfused() as reasons:
         after = run(model, text_batch())
     assert not reasons
     equal(after, before)
+    ckptfused.revert(model)
+    assert all(layer.support_avx512bf16_for_cpu is True for layer in layers)
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_a_packed_head_raises_in_training(when: str) -> None:
-    """Whichever mode the model was converted in."""
-    from bitsandbytes.functional import _convert_weight_packed_for_cpu
+def pack(layer: Any) -> None:
+    """What `Linear4bit.forward` does with its weight in an evaluation on such a processor."""
+    layer.weight.data, layer.weight.quant_state = bitsandbytes.functional._convert_weight_packed_for_cpu(
+        layer.weight.data, layer.weight.quant_state
+    )
 
+
+@pytest.mark.parametrize(("when", "loss"), [("before", None), ("before", "chunked"), ("after", "chunked")])
+def test_a_packed_head_raises_in_training(when: str, loss: Any) -> None:
+    """Whichever mode the model was converted in, and whether its head is fused or bitsandbytes' own."""
     model = made(dtype=torch.bfloat16).eval()
-    weight = model.get_output_embeddings().weight
     if when == "after":
-        ckptfused.convert(model, loss="chunked")
-    weight.data, weight.quant_state = _convert_weight_packed_for_cpu(weight.data, weight.quant_state)
+        ckptfused.convert(model, loss=loss)
+    pack(model.get_output_embeddings())
     if when == "before":
-        ckptfused.convert(model, loss="chunked")
-    with pytest.raises(RuntimeError, match="packed its 4-bit weight anew.*trains without gradients"):
+        ckptfused.convert(model, loss=loss)
+    for train in (True, False) if when == "before" else (True,):
+        with pytest.raises(RuntimeError, match="packed its 4-bit weight anew.*trains without gradients"):
+            model.train(train)(**text_batch())
+
+
+def test_a_packed_layer_raises_where_it_is_not_fused() -> None:
+    """Here since somebody has a hook on it; nothing is left on a model that is reverted."""
+    model = made(dtype=torch.bfloat16)
+    layer = model.base_model.model.model.layers[1].mlp.down_proj
+    layer.register_forward_pre_hook(lambda module, args: None)
+    pack(layer)
+    for _ in range(2):  # converted anew it has the hook once
+        ckptfused.convert(model)
+    assert len(layer._forward_pre_hooks) == 2
+    with pytest.raises(RuntimeError, match="packed its 4-bit weight anew"):
         model.train()(**text_batch())
+    ckptfused.revert(model)
+    assert len(layer._forward_pre_hooks) == 1
 
 
-def test_a_step_compiles_as_a_whole() -> None:
-    plain = made().train()
+def test_a_conversion_that_fails_leaves_layers_as_they_were() -> None:
+    model = made()
+    layers = may_be_packed(model)
+    with pytest.raises(ValueError, match="keep"):
+        ckptfused.convert(model, keep={"no layer": "all"})
+    assert all(layer.support_avx512bf16_for_cpu is True for layer in layers)
+
+
+def test_a_head_in_8_bits_that_is_converted_in_evaluation() -> None:
+    """There it computes in int8; in training its loss is chunked."""
+    model = llama(hidden_size=64, vocab_size=128)
+    head = bitsandbytes.nn.Linear8bitLt(64, 128, bias=False, has_fp16_weights=False)
+    head.load_state_dict(model.lm_head.state_dict())
+    model.lm_head = head.to("cpu")
+    ckptfused.convert(model.eval(), loss="chunked")
+    assert model.train()(**text_batch()).logits is None
+
+
+@pytest.mark.parametrize("loss", [None, "chunked"])
+def test_a_step_compiles_as_a_whole(loss: Any) -> None:
+    plain = made("lm_head").train()
     model = copy.deepcopy(plain)
-    ckptfused.convert(model)
+    ckptfused.convert(model, loss=loss)
     torch.compile(model, fullgraph=True, backend="aot_eager")(**text_batch()).loss.backward()
     plain(**text_batch()).loss.backward()
     found, expected = gradients(model), gradients(plain)

@@ -105,7 +105,8 @@ def test_adapters_on_weights_in_4_bits(make: Callable[[Any, Path], Any], tmp_pat
     agrees(peft.get_peft_model(base, config).train(), "fused", make, tmp_path)
 
 
-def test_adapters_on_experts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("make", [trainer, preferring], ids=["SFT", "DPO"])
+def test_adapters_on_experts(make: Callable[[Any, Path], Any], tmp_path: Path) -> None:
     """PEFT's `target_parameters`, beside an attention half that is fused."""
     config = peft.LoraConfig(
         r=4,
@@ -114,7 +115,7 @@ def test_adapters_on_experts(tmp_path: Path) -> None:
         target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
     )
     model = randomize(ZOO["qwen3-moe"].make(0.0, "sdpa"))
-    agrees(peft.get_peft_model(model, config).train(), "part", trainer, tmp_path)
+    agrees(peft.get_peft_model(model, config).train(), "part", make, tmp_path)
 
 
 def test_a_head_with_an_adapter_is_refused_there_and_trained_here(tmp_path: Path) -> None:

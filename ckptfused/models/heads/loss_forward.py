@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import lru_cache
 from types import MethodType
 from typing import Any
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 
 from ckptfused.checks import is_dtensor, transformed
 from ckptfused.compat.accelerate import BELOW_AUTOCAST, BELOW_HOOKS
-from ckptfused.compat.quantizers import not_repacked
 from ckptfused.compat.torch_compile import constant_result
 from ckptfused.compat.torch_modules import forward_hooks, forward_pre_hooks, has_backward_hooks
 from ckptfused.compat.transformers import output_class
@@ -24,7 +22,7 @@ from ckptfused.layer.parts import Reason
 from ckptfused.layer.projections import Projection, projection
 from ckptfused.layer.shards import is_fully_sharded
 from ckptfused.layer.source import class_as_read, class_name, is_patched, unread
-from ckptfused.loss import HeadAdapter, linear_cross_entropy
+from ckptfused.loss import HeadAdapter, HeadWeight, linear_cross_entropy
 from ckptfused.models.heads import final_norm
 from ckptfused.models.heads.lm_heads import HEADS, head_of
 
@@ -72,13 +70,7 @@ class HeadForward:
         found = Reason("the original is asked for") if self.paused else self._chunked(args, kwargs)
         if not isinstance(found, Reason):
             return found
-        module = None if self.paused or self.model.training or torch.compiler.is_compiling() else self._module()
-        with nullcontext() if module is None else not_repacked(module):
-            return self.__wrapped__(*args, **kwargs)
-
-    def _module(self) -> nn.Module | None:
-        family = head_of(self.model)
-        return None if family is None else family.head(self.model)
+        return self.__wrapped__(*args, **kwargs)
 
     def _chunked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model's outputs with a loss and no logits, or why this call runs as it was."""
@@ -106,8 +98,8 @@ class HeadForward:
 
         def loss_of(x: Tensor) -> Any:
             weight, bias = (module.weight, module.bias) if alone else (head.weight, head.bias)
-            if head.stored is not None:  # as numbers from here until its gradients are made, as in no other layer
-                weight = head.stored.numbers(weight, x)
+            if head.stored is not None:
+                weight = HeadWeight(weight, *head.stored[:3])
             adapters = [HeadAdapter(*adapter) for adapter in head.adapters]
             return linear_cross_entropy(x, weight, bias=bias, adapters=adapters, scratch=self.scratch, **options)
 
