@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-bitsandbytes = pytest.importorskip("bitsandbytes")
+pytest.importorskip("bitsandbytes")
 pytest.importorskip("transformers")
+
+import bitsandbytes
 
 import ckptfused
 from ckptfused.compat.quantizers import four_bit_layers, repacked
