@@ -40,6 +40,22 @@ class Projection(NamedTuple):
     def out_features(self) -> int:
         return self.stored.shape[0] if self.stored is not None else self.weight.size(1 if self.transposed else 0)
 
+    def rows(self, first: int, count: int) -> Projection | Reason:
+        """The projection to `count` of its outputs. Its adapters have these rows of B."""
+        if any(one.p for one in self.adapters):
+            return Reason("an adapter with dropout beside a product whose parts go different ways")
+        bias = lambda t: None if t is None else t.narrow(0, first, count)  # noqa: E731
+        adapters = (one._replace(b=one.b.narrow(0, first, count), bias=bias(one.bias)) for one in self.adapters)
+        weight = self.weight.narrow(1 if self.transposed else 0, first, count)
+        return self._replace(weight=weight, bias=bias(self.bias), adapters=tuple(adapters))
+
+    def columns(self, first: int, count: int) -> Projection:
+        """The share of `count` of its inputs; the first one's has the biases. Its adapters have these columns of A."""
+        bias = lambda t: t if first == 0 else None  # noqa: E731
+        adapters = (one._replace(a=one.a.narrow(1, first, count), bias=bias(one.bias)) for one in self.adapters)
+        weight = self.weight.narrow(0 if self.transposed else 1, first, count)
+        return self._replace(weight=weight, bias=bias(self.bias), adapters=tuple(adapters))
+
 
 def projection(module: Any, name: str = "", dtype: torch.dtype = torch.float32) -> Projection | Reason:
     """The tensors of a projection, or why it cannot be fused. A `Projection` stands for itself.

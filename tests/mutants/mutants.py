@@ -1393,7 +1393,7 @@ MUTANTS = (
         file="csrc/loss/loss.cpp",
         text="form, {V_, C_}, P_);",
         defect="form, {V_, C_}, P_).abs();",
-        test="tests/loss/test_stored_weights.py::test_second_derivatives[inputs]",
+        test="tests/loss/test_stored_weights.py::test_in_autocast",
     ),
     Mutant(
         "a head in few bits whose codes are counted as its classes",
@@ -1422,6 +1422,21 @@ MUTANTS = (
         text='    return "base_layer" in module._modules or is_quantized(module)\n',
         defect='    return "base_layer" in module._modules\n',
         test="tests/models/derive/test_quantised.py::test_decoders[GPTNeoX]",
+    ),
+    Mutant(
+        "an adapter beside a shared projection whose second half has the first one's columns of A",
+        file="ckptfused/layer/projections.py",
+        text="one.a.narrow(1, first, count)",
+        defect="one.a.narrow(1, 0, count)",
+        test="tests/models/derive/test_shared_projections.py::test_dropout_before_the_last_projection",
+    ),
+    Mutant(
+        "the bias of an adapter beside a shared projection that each half adds",
+        file="ckptfused/layer/projections.py",
+        text="bias=bias(one.bias)) for one in self.adapters)\n        weight = self.weight.narrow(0 if",
+        defect="bias=one.bias) for one in self.adapters)\n        weight = self.weight.narrow(0 if",
+        test="tests/models/derive/test_shared_projections.py::test_every_gradient_is_the_layers_own"
+        "[inputs-{'lora_bias': True}-last-['out']]",
     ),
     Mutant(
         "an adapter beside a weight that the layer takes past its module",
@@ -2227,9 +2242,9 @@ MUTANTS = (
     ),
     Mutant(
         "columns of a shared projection, from the first on",
-        file="ckptfused/models/derive/normal_form.py",
-        text="weight = weight.narrow(0 if found.transposed else 1, *found.columns)",
-        defect="weight = weight.narrow(0 if found.transposed else 1, 0, found.columns[1])",
+        file="ckptfused/layer/projections.py",
+        text="weight = self.weight.narrow(0 if self.transposed else 1, first, count)",
+        defect="weight = self.weight.narrow(0 if self.transposed else 1, 0, count)",
         test="tests/models/derive/test_modulated.py::test_they_are_derived[0.0-single]",
     ),
     Mutant(

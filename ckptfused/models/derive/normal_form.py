@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ckptfused.eager.activation import FUNCTIONS
 from ckptfused.layer.parts import FFN, Attention, Inputs, Parts, Reason
-from ckptfused.layer.projections import Norm, Projection
+from ckptfused.layer.projections import Norm, Projection, projection
 from ckptfused.layer.quantized import is_quantized
 from ckptfused.masks import NO_MASK, Mask
 from ckptfused.models.derive.read import Form
@@ -243,15 +243,16 @@ def _projected(layer: nn.Module, found: Map | None) -> Any:
         what = "in few bits" if is_quantized(owner) else "with an adapter"
         if module is not owner or found.bias not in ("", f"{found.module}.bias"):
             return Reason(f"{found.weight}, {what}, is used past its module")
-        part = found.rows or found.columns
-        return module if part is None else Reason(f"{found.weight}, {what}: parts of its product are taken")
-    weight, bias = _tensor(layer, found.weight), _tensor(layer, found.bias)
+        whole = projection(module, found.module) if found.rows or found.columns else module
+        if not isinstance(whole, Projection):
+            return whole
+        if whole.stored is not None:
+            return Reason(f"{found.weight}, in few bits: parts of its product are taken")
+    else:
+        whole = Projection(_tensor(layer, found.weight), _tensor(layer, found.bias), found.transposed)  # type: ignore[arg-type]
     if found.rows is not None:
-        weight = weight.narrow(1 if found.transposed else 0, *found.rows)  # type: ignore[union-attr]
-        bias = None if bias is None else bias.narrow(0, *found.rows)
-    if found.columns is not None:
-        weight = weight.narrow(0 if found.transposed else 1, *found.columns)  # type: ignore[union-attr]
-    return Projection(weight, bias, found.transposed)  # type: ignore[arg-type]
+        whole = whole.rows(*found.rows)
+    return whole if found.columns is None or isinstance(whole, Reason) else whole.columns(*found.columns)
 
 
 def _apart(module: nn.Module) -> bool:
