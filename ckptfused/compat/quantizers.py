@@ -43,10 +43,10 @@ def four_bit_state(module: Any) -> Any:
     return getattr(module, "quant_state", None) if state is None else state
 
 
-def keeps_numbers(hook: Any) -> bool:
-    """Whether a hook is what bitsandbytes puts on a module with such a parameter: it has PyTorch keep the numbers for
-    the time of a forward, and does nothing else."""
-    return getattr(hook, "__module__", None) == FOUR_BIT_STACK.rpartition(".")[0]
+def changes_nothing(hook: Any) -> bool:
+    """Whether a hook is what bitsandbytes puts on a module with such a parameter, which has PyTorch keep the numbers
+    for the time of a forward and does nothing else; or that of `refuse_gradients_of_packed`."""
+    return hook is _without_gradients or getattr(hook, "__module__", None) == FOUR_BIT_STACK.rpartition(".")[0]
 
 
 def repacked(state: Any) -> bool:
@@ -81,7 +81,7 @@ def never_pack(model: nn.Module) -> None:
 def refuse_gradients_of_packed(model: nn.Module) -> None:
     """Has the layers of a model that are packed raise where they would give no gradient."""
     for layer in four_bit_layers(model):
-        if repacked(four_bit_state(layer)):
+        if repacked(four_bit_state(layer)) and _without_gradients not in forward_pre_hooks(layer).values():
             layer.register_forward_pre_hook(_without_gradients)
 
 
@@ -95,7 +95,8 @@ def as_bitsandbytes_does(model: nn.Module) -> None:
 
 
 def _without_gradients(module: nn.Module, args: tuple[Any, ...]) -> None:
-    if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in args):
+    asked = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in args)
+    if asked and repacked(four_bit_state(module)):  # to save a model unpacks it
         raise RuntimeError(PACKED)
 
 

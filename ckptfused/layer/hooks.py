@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from ckptfused.compat.quantizers import keeps_numbers
+from ckptfused.compat.quantizers import changes_nothing
 from ckptfused.compat.torch_distributed import is_flat_view
 from ckptfused.compat.torch_modules import (
     forward_hooks,
@@ -26,14 +26,15 @@ def hooked(module: nn.Module) -> bool:
     """Whether somebody watches or patches a module.
 
     Hugging Face's own hooks, which stay once outputs were collected, count only while it collects: there the
-    original forward runs (`convert.hugging_face.collecting`). bitsandbytes' hooks beside stored parameters never count.
+    original forward runs (`convert.hugging_face.collecting`). Those that change nothing beside weights in few bits
+    never count.
     """
     if not (has_hooks(module) or "forward" in vars(module)):
         return is_replaced(type(module))
     if has_backward_hooks(module) or is_patched(module) or is_replaced(type(module)):
         return True
     before, after = forward_pre_hooks(module).values(), forward_hooks(module).values()
-    return not (all(map(keeps_numbers, before)) and all(collects(hook) or keeps_numbers(hook) for hook in after))
+    return not (all(map(changes_nothing, before)) and all(collects(hook) or changes_nothing(hook) for hook in after))
 
 
 def watched(module: nn.Module, name: str = "") -> Reason | None:

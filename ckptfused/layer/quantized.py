@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.parametrize import type_before_parametrizations
 
+from ckptfused.checks import has_values
 from ckptfused.compat.quantizers import (
     AWQ_LINEAR,
     AWQ_METHODS,
@@ -183,6 +184,9 @@ def unparametrized(module: nn.Module) -> Any:
 
 def _eight_bits(module: Any, dtype: torch.dtype, name: str) -> Weight:
     codes, scales = row_scales(module)
+    held = weight(module, "weight")
+    if scales is None and held.dtype == torch.int8 and has_values(held):
+        raise RuntimeError(f"{name}: its weight is int8 without the scales that belong to it: load the model again")
     if codes is None or scales is None or module.state.has_fp16_weights:
         return Reason(f"{name}: its weight is not quantized yet (move the model to its device)")
     if device_counted(codes) not in ("cpu", "meta"):  # the latter where a plan is made, of which nothing runs yet

@@ -100,7 +100,6 @@ def install(model: nn.Module, policy: CheckpointPolicy, process_group: Any = Non
     def both() -> Installed:
         for module in model.modules():
             loss_forward.take_out(module)
-        quantizers.as_bitsandbytes_does(model)
         quantizers.never_pack(model)
         asked = () if policy.loss is None else language_models
         heads = tuple(_loss(name, inner, policy.loss_scratch) for name, inner in asked)

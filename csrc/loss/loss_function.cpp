@@ -177,7 +177,8 @@ struct LossFunction : torch::autograd::Function<LossFunction> {
     if (!dloss[0].defined()) return grads;
     if (!count.isNone()) dloss[0] = divided(dloss[0], count, 1);
     const variable_list kept = wanted(ctx, needs);
-    if (kept.empty()) check_places(saved, ctx->saved_data["places"]);  // else it reads no weight
+    // Else it reads no weight.
+    if (kept.empty() || at::GradMode::is_enabled()) check_places(saved, ctx->saved_data["places"]);
     variable_list results;
     if (!kept.empty() && may_use_up(kept, dloss[0])) {
       for (const Tensor& t : kept) scale_gradient(t, dloss[0]);

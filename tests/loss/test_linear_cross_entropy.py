@@ -485,3 +485,13 @@ def test_messages(change: dict[str, Any], error: type[Exception], message: str) 
     call = {"x": X, "weight": W, "target": T, **change}
     with pytest.raises(error, match=message):
         lce(**call)
+
+
+def test_memory_that_is_exchanged_before_a_graph_of_the_backward() -> None:
+    """Gradients that forward made read no weight; the graph of a backward does."""
+    problem = Problem()
+    tensors = problem.tensors()
+    loss = lce(tensors["x"], tensors["weight"], problem.target)
+    tensors["weight"].data = tensors["weight"].data * 2
+    with pytest.raises(RuntimeError, match="got other memory since forward"):
+        torch.autograd.grad(loss, tensors["x"], create_graph=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -105,6 +106,80 @@ def test_a_packed_layer_raises_where_it_is_not_fused() -> None:
     assert len(layer._forward_pre_hooks) == 1
 
 
+def test_what_is_unpacked_again_trains() -> None:
+    """Saving does so."""
+    model = made(dtype=torch.bfloat16).eval()
+    pack(model.get_output_embeddings())
+    ckptfused.convert(model)
+    model.state_dict()
+    assert not packed(model)
+    model.train()(**text_batch()).loss.backward()
+    assert gradients(model)
+
+
+def test_a_conversion_that_fails_leaves_errors_in_place() -> None:
+    model = made(dtype=torch.bfloat16).eval()
+    pack(model.get_output_embeddings())
+    ckptfused.convert(model)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="packed its 4-bit weight anew"):
+            ckptfused.convert(model.train(), loss="chunked")
+        with pytest.raises(RuntimeError, match="packed its 4-bit weight anew"):
+            model(**text_batch())
+
+
+MEMORY: dict[str, Callable[[Any], None]] = {
+    "data": lambda layer: setattr(layer.weight, "data", layer.weight.data.clone()),
+    "packed": lambda layer: pack(layer),
+}
+REPLACED: dict[str, Callable[[Any], None]] = {
+    "scales": lambda layer: setattr(layer.weight.quant_state, "absmax", layer.weight.quant_state.absmax.clone()),
+    "a weight": lambda layer: setattr(layer, "weight", copy.deepcopy(layer.weight)),
+}
+
+
+def after(change: Callable[[Any], None], create_graph: bool) -> dict[str, torch.Tensor]:
+    """The gradients of a step, before whose backward a head is changed."""
+    model = made("lm_head").train()
+    ckptfused.convert(model, loss="chunked")
+    loss = model(**text_batch()).loss
+    change(model.get_output_embeddings().base_layer)
+    loss.backward(create_graph=create_graph)
+    return gradients(model)
+
+
+@pytest.mark.parametrize("change", REPLACED)
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_a_head_that_is_replaced_before_backward_raises(change: str, create_graph: bool) -> None:
+    with pytest.raises(RuntimeError, match="was replaced between forward and backward"):
+        after(REPLACED[change], create_graph)
+
+
+@pytest.mark.parametrize("change", MEMORY)
+def test_other_memory_of_a_head(change: str) -> None:
+    """The gradients are there with the loss, and need no weight any more; the graph of a backward does."""
+    equal(after(MEMORY[change], False), after(lambda layer: None, False))
+    with pytest.raises(RuntimeError, match="got other memory since forward|packed its 4-bit weight anew"):
+        after(MEMORY[change], True)
+
+
+def test_it_is_chunked_under_the_autocast_of_a_trainer() -> None:
+    """After `prepare_model_for_kbit_training`, converted outside of autocast: looked at in each call, as layers are."""
+    peft = pytest.importorskip("peft")
+    model = llama(hidden_size=64, intermediate_size=128, vocab_size=128).to(torch.bfloat16)
+    quantize_linears(model, Way("nf4"), torch.bfloat16, head=True)
+    for name, p in model.named_parameters():
+        p.requires_grad_(False)
+        if "norm" in name or "embed" in name:
+            p.data = p.data.float()
+    model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"])).train()
+    report = ckptfused.convert(model, loss="chunked")
+    assert report.heads[0].path == "original" and "bnb_4bit_compute_dtype" in report.heads[0].reason
+    with torch.autocast("cpu", torch.bfloat16), unfused() as reasons:
+        assert model(**text_batch()).logits is None
+    assert not reasons
+
+
 def test_a_conversion_that_fails_leaves_layers_as_they_were() -> None:
     model = made()
     layers = may_be_packed(model)
@@ -134,3 +209,24 @@ def test_a_step_compiles_as_a_whole(loss: Any) -> None:
     assert found.keys() == expected.keys() and found
     for name, g in expected.items():
         torch.testing.assert_close(found[name], g, rtol=1e-4, atol=1e-6)
+
+
+def test_8_bits_without_scales_raise() -> None:
+    model = llama(hidden_size=64, vocab_size=128)
+    layer = bitsandbytes.nn.Linear8bitLt(64, 64, bias=False, has_fp16_weights=False)
+    layer.load_state_dict(model.model.layers[0].self_attn.o_proj.state_dict())
+    model.model.layers[0].self_attn.o_proj = layer.to("cpu")
+    layer.weight.SCB = None
+    with pytest.raises(RuntimeError, match="int8 without the scales that belong to it"):
+        ckptfused.convert(model.train())
+
+
+def test_evaluations_of_a_compiled_model_break_no_graph() -> None:
+    model = made("lm_head").train()
+    ckptfused.convert(model, loss="chunked")
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    compiled.eval()
+    with torch.no_grad():
+        compiled(**text_batch(), use_cache=False)
+    compiled.train()(**text_batch()).loss.backward()
+    assert gradients(model)

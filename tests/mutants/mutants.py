@@ -1209,8 +1209,8 @@ MUTANTS = (
     Mutant(
         "a hook beside those of stored experts that does not run",
         file="ckptfused/layer/hooks.py",
-        text="collects(hook) or keeps_numbers(hook) for hook in after",
-        defect="collects(hook) or keeps_numbers(hook) or True for hook in after",
+        text="collects(hook) or changes_nothing(hook) for hook in after",
+        defect="collects(hook) or changes_nothing(hook) or True for hook in after",
         test="tests/models/test_experts_few_bits.py::test_a_hook_beside_theirs_runs",
     ),
     Mutant(
@@ -1403,10 +1403,31 @@ MUTANTS = (
         test="tests/loss/test_stored_weights.py::test_flops",
     ),
     Mutant(
+        "a head in few bits that is replaced before backward",
+        file="ckptfused/models/heads/loss_forward.py",
+        text="() if check is None else (check,)",
+        defect="()",
+        test="tests/models/test_quantised_heads.py::test_a_head_that_is_replaced_before_backward_raises[False-scales]",
+    ),
+    Mutant(
+        "a head whose weight has other memory by the graph of its backward",
+        file="csrc/loss/loss_function.cpp",
+        text="if (kept.empty() || at::GradMode::is_enabled()) check_places",
+        defect="if (kept.empty()) check_places",
+        test="tests/loss/test_linear_cross_entropy.py::test_memory_that_is_exchanged_before_a_graph_of_the_backward",
+    ),
+    Mutant(
+        "a conversion that fails and takes away what the one before it watched",
+        file="ckptfused/models/install.py",
+        text="        quantizers.never_pack(model)\n        asked",
+        defect="        quantizers.as_bitsandbytes_does(model)\n        quantizers.never_pack(model)\n        asked",
+        test="tests/models/test_quantised_heads.py::test_a_conversion_that_fails_leaves_errors_in_place",
+    ),
+    Mutant(
         "a 4-bit layer beside converted ones that an evaluation packs",
         file="ckptfused/models/install.py",
-        text="        quantizers.never_pack(model)\n",
-        defect="",
+        text="        quantizers.never_pack(model)\n        asked",
+        defect="        asked",
         test="tests/models/test_quantised_heads.py::test_training_goes_on_after_an_evaluation[False-None-torch.float32-q_proj]",
     ),
     Mutant(
@@ -2248,11 +2269,11 @@ MUTANTS = (
         test="tests/models/derive/test_modulated.py::test_they_are_derived[0.0-single]",
     ),
     Mutant(
-        "a head that is not fused in evaluation, left to its own loss in training",
+        "a head in few bits of which the first look decides",
         file="ckptfused/models/heads/loss_forward.py",
-        text="Reason) and not head.original:",
-        defect="Reason):",
-        test="tests/models/test_quantised_heads.py::test_a_head_in_8_bits_that_is_converted_in_evaluation",
+        text="not (head.original or _is_stored(model))",
+        defect="not head.original",
+        test="tests/models/test_quantised_heads.py::test_it_is_chunked_under_the_autocast_of_a_trainer",
     ),
     Mutant(
         "what was collected during a trial is taken for its doing",

@@ -20,11 +20,13 @@ from ckptfused.compat.transformers import output_class
 from ckptfused.layer.hooks import EVERYWHERE, hooked_everywhere
 from ckptfused.layer.parts import Reason
 from ckptfused.layer.projections import Projection, projection
+from ckptfused.layer.quantized import is_quantized
 from ckptfused.layer.shards import is_fully_sharded
 from ckptfused.layer.source import class_as_read, class_name, is_patched, unread
 from ckptfused.loss import HeadAdapter, HeadWeight, linear_cross_entropy
 from ckptfused.models.heads import final_norm
 from ckptfused.models.heads.lm_heads import HEADS, head_of
+from ckptfused.ops.call import checked_before_backward
 
 
 @constant_result
@@ -70,7 +72,7 @@ class HeadForward:
         found = Reason("the original is asked for") if self.paused else self._chunked(args, kwargs)
         if not isinstance(found, Reason):
             return found
-        return self.__wrapped__(*args, **kwargs)
+        return type(self.model).forward(self.model, *args, **kwargs)
 
     def _chunked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model's outputs with a loss and no logits, or why this call runs as it was."""
@@ -101,7 +103,9 @@ class HeadForward:
             if head.stored is not None:
                 weight = HeadWeight(weight, *head.stored[:3])
             adapters = [HeadAdapter(*adapter) for adapter in head.adapters]
-            return linear_cross_entropy(x, weight, bias=bias, adapters=adapters, scratch=self.scratch, **options)
+            made: Any = linear_cross_entropy(x, weight, bias=bias, adapters=adapters, scratch=self.scratch, **options)
+            check = None if head.stored is None else head.stored.check
+            return checked_before_backward(made, () if check is None else (check,))
 
         loss = _called(module, loss_of, x) if alone else loss_of(x)
         cls = output_class(family.output)
@@ -194,10 +198,18 @@ def put_in(model: nn.Module, scratch: int | None) -> Reason | None:
     if below is None and is_patched(model):
         return Reason("its forward is not its class's: convert before accelerate, or whoever else, wraps it")
     found = HeadForward(model, scratch) if below is None else below
-    if isinstance(head := found.head(), Reason) and not head.original:  # that of a packed one is to raise in training
+    head = found.head()
+    if isinstance(head, Reason) and not (head.original or _is_stored(model)):  # which is another thing at each call
         return head
     found.scratch, found.paused = scratch, False
     if below is None:
         model.forward = found  # type: ignore[assignment]
     final_norm.put_in(HEADS[class_name(type(model))].final_norm(model))
-    return None
+    return head if isinstance(head, Reason) and not head.original else None
+
+
+def _is_stored(model: Any) -> bool:
+    """Whether the head's weight is in few bits: by the type in which it computes it may be chunked under autocast."""
+    family = head_of(model)
+    module: Any = None if family is None else family.head(model)
+    return module is not None and is_quantized(getattr(module, "base_layer", module))
