@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ckptfused.compat.torch_modules import forward_pre_hooks
+from ckptfused.compat.torch_modules import call_always, forward_hooks, forward_pre_hooks
 
 LINEAR_4BIT = "bitsandbytes.nn.modules.Linear4bit"
 LINEAR_8BIT = "bitsandbytes.nn.modules.Linear8bitLt"
@@ -76,6 +76,14 @@ def never_pack(model: nn.Module) -> None:
     for layer in four_bit_layers(model):
         if layer.support_avx512bf16_for_cpu:
             layer.support_avx512bf16_for_cpu = _Processor.LEFT_OUT
+
+
+def end_caches(model: nn.Module) -> None:
+    """Has PyTorch keep the numbers of parameters in 4 bits no longer than a forward lasts. After one that a replay ends
+    early bitsandbytes 0.49 leaves them there, for this module and for another at its place in memory."""
+    for module in model.modules():
+        for key in [key for key, hook in forward_hooks(module).items() if changes_nothing(hook)]:
+            call_always(module, key)
 
 
 def refuse_gradients_of_packed(model: nn.Module) -> None:

@@ -86,6 +86,12 @@ def forward_hooks(module: nn.Module) -> dict[int, Any]:
     return module._forward_hooks
 
 
+def call_always(module: nn.Module, key: int) -> None:
+    """Has a hook after a module's forward be called where that raises, too: a replay ends so, once it has what backward
+    needs. `_forward_hooks_always_called`."""
+    module._forward_hooks_always_called[key] = True
+
+
 def forward_pre_hooks(module: nn.Module) -> dict[int, Any]:
     """The hooks before a module's forward. `_forward_pre_hooks`."""
     return module._forward_pre_hooks

@@ -101,6 +101,7 @@ def install(model: nn.Module, policy: CheckpointPolicy, process_group: Any = Non
         for module in model.modules():
             loss_forward.take_out(module)
         quantizers.never_pack(model)
+        quantizers.end_caches(model)
         asked = () if policy.loss is None else language_models
         heads = tuple(_loss(name, inner, policy.loss_scratch) for name, inner in asked)
         layers, notes = _layers(model, found, policy)

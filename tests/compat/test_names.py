@@ -258,7 +258,9 @@ def test_modules() -> None:
     assert list(made.global_hooks()) == [] and not made.forward_hooks(module) and not made.forward_pre_hooks(module)
     with nn.modules.module.register_module_forward_hook(lambda *_: None):
         assert len(list(made.global_hooks())) == 1
-    module.register_forward_hook(lambda *_: None)
+    handle = module.register_forward_hook(lambda *_: None)
+    made.call_always(module, handle.id)
+    assert handle.id in module._forward_hooks_always_called
     module.register_forward_pre_hook(lambda *_: None)
     assert len(made.forward_hooks(module)) == len(made.forward_pre_hooks(module)) == 1
     assert not made.has_backward_hooks(module)
@@ -575,6 +577,9 @@ def test_four_bit_stacks() -> None:
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     assert len(hooks) == 2 and all(map(made.changes_nothing, hooks))
     assert not made.changes_nothing(print)
+    module._forward_hooks_always_called.clear()  # as in 0.49
+    made.end_caches(nn.Sequential(module))
+    assert [*module._forward_hooks_always_called] == [*module._forward_hooks]
 
 
 def test_hqq() -> None:

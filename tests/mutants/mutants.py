@@ -1419,16 +1419,23 @@ MUTANTS = (
     Mutant(
         "a conversion that fails and takes away what the one before it watched",
         file="ckptfused/models/install.py",
-        text="        quantizers.never_pack(model)\n        asked",
-        defect="        quantizers.as_bitsandbytes_does(model)\n        quantizers.never_pack(model)\n        asked",
+        text="        quantizers.never_pack(model)\n",
+        defect="        quantizers.as_bitsandbytes_does(model)\n        quantizers.never_pack(model)\n",
         test="tests/models/test_quantised_heads.py::test_a_conversion_that_fails_leaves_errors_in_place",
     ),
     Mutant(
         "a 4-bit layer beside converted ones that an evaluation packs",
         file="ckptfused/models/install.py",
-        text="        quantizers.never_pack(model)\n        asked",
-        defect="        asked",
+        text="        quantizers.never_pack(model)\n",
+        defect="",
         test="tests/models/test_quantised_heads.py::test_training_goes_on_after_an_evaluation[False-None-torch.float32-q_proj]",
+    ),
+    Mutant(
+        "numbers of stacks in 4 bits that are kept after a replay that ends early",
+        file="ckptfused/models/install.py",
+        text="        quantizers.end_caches(model)\n",
+        defect="",
+        test="tests/models/test_experts_few_bits.py::test_a_replay_that_ends_early_leaves_no_numbers_behind",
     ),
     Mutant(
         "a packed layer beside converted ones that trains without gradients",
