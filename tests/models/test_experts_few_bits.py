@@ -227,7 +227,7 @@ def test_a_hook_on_what_makes_the_numbers_runs(where: str, when: str) -> None:
 
 
 def test_a_replay_that_ends_early_leaves_no_numbers_behind() -> None:
-    """bitsandbytes 0.49 counts the forwards that began and those that ended; here those of experts that are replayed."""
+    """bitsandbytes 0.49 counts forwards that began and that ended; here those of experts that are replayed."""
     model = packed("mixtral")
     for module in stacks(model):
         module._forward_hooks_always_called.clear()
