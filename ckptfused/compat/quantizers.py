@@ -59,6 +59,9 @@ def _name_of(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
+_SUPPORT = "support_avx512bf16_for_cpu"
+
+
 class _Processor(enum.IntEnum):
     """What `support_avx512bf16_for_cpu` of a 4-bit layer says that could pack its weight, and is to leave it."""
 
@@ -74,7 +77,7 @@ def four_bit_layers(model: nn.Module) -> list[Any]:
 def never_pack(model: nn.Module) -> None:
     """Has no evaluation pack the 4-bit layers of a model anew from now on."""
     for layer in four_bit_layers(model):
-        if layer.support_avx512bf16_for_cpu:
+        if vars(layer).get(_SUPPORT):  # older versions have none
             layer.support_avx512bf16_for_cpu = _Processor.LEFT_OUT
 
 
@@ -94,9 +97,9 @@ def refuse_gradients_of_packed(model: nn.Module) -> None:
 
 
 def as_bitsandbytes_does(model: nn.Module) -> None:
-    """Undoes both."""
+    """Undoes `never_pack` and `refuse_gradients_of_packed`."""
     for layer in four_bit_layers(model):
-        if layer.support_avx512bf16_for_cpu is _Processor.LEFT_OUT:
+        if vars(layer).get(_SUPPORT) is _Processor.LEFT_OUT:
             layer.support_avx512bf16_for_cpu = True
         for key in [key for key, hook in forward_pre_hooks(layer).items() if hook is _without_gradients]:
             del forward_pre_hooks(layer)[key]
