@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any
@@ -58,6 +58,19 @@ class OpCall:
         """Has the op observed, in a thread of its own, where no ledger, mode or autocast of the caller's is at work;
         whether it took its arguments."""
         return self._in_thread(lambda run, _: observe(run))
+
+    def run_with_copies(self, copies: Sequence[bool], observe: Callable[[Callable[[], Any], int], None]) -> bool:
+        """The same with these of its tensors as copies on write, of so many bytes, of others that are there."""
+        held: list[tuple[Tensor, Tensor]] = []
+        left = iter(copies)
+
+        def given(t: Tensor) -> Tensor:
+            if next(left):
+                held.append((t, copy_on_write(t)))
+                return held[-1][1]
+            return t
+
+        return self._in_thread(lambda run, _: observe(run, sum(t.untyped_storage().nbytes() for t, _ in held)), given)
 
     def copies_made(self) -> list[bool] | None:
         """Whether the op makes a copy-on-write argument get memory of its own, for each tensor among them: so does one

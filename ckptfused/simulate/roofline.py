@@ -98,14 +98,16 @@ class Work(DispatchMode):
         if own:
             self._check_pieces(args)
         grown = Grown(func, args, kwargs)
+        copies: list[Tensor] = []
         if self.machine is not None and any(map(is_copy_on_write, tensors_of(args))) and not (own or _is_view(func)):
-            for t in self.machine.scratch.copied(func, args, kwargs):
+            copies = [*filter(is_copy_on_write, self.machine.scratch.copied(func, args, kwargs))]
+            for t in copies:
                 gets_own_memory(t)
         held: list[Tensor] = []  # what stands for memory that the op holds beside its results until it ends
         out = kernel_on_meta(func, self.device.kind, held)(*args, **kwargs)
         grown.count(out, self._opened.number_of)
         if not own and not held:  # else it was counted by what stands for a kernel
-            out = self._hold(func, args, kwargs, out, held)
+            out = self._hold(func, args, kwargs, out, held, copies)
         self._opened.op_ran(func.overloadpacket is aten.add and called_by_autograd())
         held.clear()
         if self.machine is not None:
@@ -139,9 +141,9 @@ class Work(DispatchMode):
                 f"got {rows:,} tokens: predict fewer"
             )
 
-    def _hold(self, func: Any, args: Any, kwargs: Any, out: Any, held: list[Tensor]) -> Any:
+    def _hold(self, func: Any, args: Any, kwargs: Any, out: Any, held: list[Tensor], copies: list[Tensor]) -> Any:
         """The results of an op of PyTorch's, as the CPU at hand lays them out. held: gets what stands for memory that
-        it has beside them."""
+        it has beside them. copies: operands that got memory of their own."""
         packet = func.overloadpacket
         given = tensors_of(args, kwargs)
         # On the CPU, what was made by name; and anywhere an optimizer's numbers, which are on the CPU.
@@ -149,7 +151,7 @@ class Work(DispatchMode):
         if not given or not (of_numbers or any(map(_is_meta, given))) or packet in _FREE or _is_view(func):
             return out
         if self.machine is not None and func.namespace == "aten":
-            measured = self.machine.scratch.of(func, args, kwargs, out)
+            measured = self.machine.scratch.of(func, args, kwargs, out, copies)
             if measured is not None:
                 if packet in CONVOLUTIONS:
                     self.convolution_scratch = max(self.convolution_scratch, measured.within)

@@ -7,7 +7,7 @@ times the operands in random convolutions, so that no closed form and no factor 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -80,11 +80,14 @@ class Scratch:
         self._known: dict[Hashable, OpMemory | None] = {}
         self._copied: dict[Hashable, list[bool] | None] = {}
 
-    def of(self, op: Any, args: Any, kwargs: Any, out: Any) -> OpMemory | None:
-        """What one call holds; None: it cannot be run alone, or is too large. out: the results."""
+    def of(self, op: Any, args: Any, kwargs: Any, out: Any, copies: Sequence[Tensor] = ()) -> OpMemory | None:
+        """What one call holds; None: it cannot be run alone, or is too large. out: the results. copies: what `copied`
+        gave, which has its memory already; a kernel may ask for that when it holds nothing else any more.
+        """
         tensors = tensors_of(args, kwargs, out)
         if any(t.layout != torch.strided for t in tensors):
             return None
+        whole = _unique(args, kwargs)
         sizes = sum(t.nbytes for t in tensors)
         packet = op.overloadpacket
         flops = flop_registry[packet](*args, **kwargs, out_val=out) if packet in flop_registry else 0
@@ -98,9 +101,10 @@ class Scratch:
             places = _BATCHED[packet]
             args = [value[:each] if place in places else value for place, value in enumerate(args)]
         call = OpCall(op, args, kwargs)
-        if call.kind not in self._known:
-            self._known[call.kind] = scratch_of(call)
-        found = self._known[call.kind]
+        own = tuple(any(t is copy for copy in copies) for t in whole)
+        if (kind := (call.kind, own)) not in self._known:
+            self._known[kind] = scratch_of(call, own)
+        found = self._known[kind]
         return found if found is None or parts == 1 else OpMemory(parts * found.within, parts * found.after)
 
     def copied(self, op: Any, args: Any, kwargs: Any) -> list[Tensor]:
@@ -112,8 +116,11 @@ class Scratch:
         call = OpCall(op, args, kwargs)
         if call.kind not in self._copied:
             self._copied[call.kind] = call.copies_made()
-        leaves = {id(t): t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}.values()
-        return [t for t, made in zip(leaves, self._copied[call.kind] or (), strict=False) if made]
+        return [t for t, made in zip(_unique(args, kwargs), self._copied[call.kind] or (), strict=False) if made]
+
+
+def _unique(args: Any, kwargs: Any) -> list[Tensor]:
+    return [*{id(t): t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}.values()]
 
 
 class Surplus:
@@ -197,16 +204,18 @@ class InBackward:
         out.grad_fn.register_hook(lambda *grads: kept.clear())
 
 
-def scratch_of(call: OpCall) -> OpMemory | None:
-    """What a call holds; None: it cannot be run alone."""
+def scratch_of(call: OpCall, copies: Sequence[bool] = ()) -> OpMemory | None:
+    """What a call holds; None: it cannot be run alone. copies: which of its tensors get memory of their own in it, that
+    does not count."""
     found: list[OpMemory] = []
 
-    def observed(function: Callable[[], Any]) -> None:
+    def observed(function: Callable[[], Any], of_copies: int = 0) -> None:
         results, changes = allocations(function)
         tensors = [t for t in tensors_of(results) if t.layout == torch.strided]
         storages = {storage_id(t): t.untyped_storage().nbytes() for t in tensors}
         left, most = sum(changes), max(accumulate(changes, initial=0))
         strides, sizes = tuple(t.stride() for t in tensors), tuple(storages[storage_id(t)] for t in tensors)
-        found.append(OpMemory(most - left, max(0, left - sum(storages.values())), strides, sizes))
+        found.append(OpMemory(most - left, max(0, left - of_copies - sum(storages.values())), strides, sizes))
 
-    return found[0] if call.run(observed) else None
+    done = call.run_with_copies(copies, observed) if any(copies) else call.run(observed)
+    return found[0] if done else None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -192,9 +191,6 @@ def test_no_step_needs_more_than_was_predicted(seed: int, how: str) -> None:
     assert measured.peak <= predicted.peak <= measured.peak + 0.05 * measured.above_state
 
 
-BF16 = "avx512_bf16" in Path("/proc/cpuinfo").read_text()
-
-
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_is_predicted_to_the_byte(name: str, how: str) -> None:
@@ -202,12 +198,8 @@ def test_a_layer_is_predicted_to_the_byte(name: str, how: str) -> None:
     for checkpointed in (False, True):
         layer = Layer(random.Random(1), name)
         layer.residual, layer.checkpointed = False, checkpointed
-        x = torch.randn(2, 16, C)
-        predicted, measured = profiles(nn.Sequential(nn.Linear(C, C), layer.train()), x, how)
-        assert predicted.saved == measured.saved
-        # Without instructions for bfloat16 a batch norm of what a checkpoint has copied holds one copy less than alone.
-        less = x.numel() * 2 if (name, checkpointed) == ("batch norm", True) and how != "float32" and not BF16 else 0
-        assert predicted.peak - measured.peak in (0, less)
+        predicted, measured = profiles(nn.Sequential(nn.Linear(C, C), layer.train()), torch.randn(2, 16, C), how)
+        assert (predicted.peak, predicted.saved) == (measured.peak, measured.saved)
 
 
 def test_a_sum_of_gradients_is_taken_over_once() -> None:
