@@ -178,8 +178,6 @@ class Block {
   void add_bias_grad(int slot, int64_t row0, const at::Tensor& dout, bool add);
   at::Tensor part_weight(const Part& part, bool transposed);
   std::optional<at::Tensor> part_bias(const Part& part);
-  at::Tensor side_by_side(const std::vector<at::Tensor>& pieces, int64_t dim,
-                          const char* name) const;
   // Products and adapters; row0: the first of the rows of in among those of the block. joined: one
   // product in place of one for each part.
   void project(const char* name, const at::Tensor& out, const at::Tensor& in,
@@ -227,9 +225,9 @@ class Block {
   const QuantizedSlots* quantized(int slot) const;
   std::vector<int64_t> weight_sizes(int slot) const;  // whatever it is stored as
   at::Tensor dequantized(const QuantizedSlots& stored);
+  bool numbers_fit(int first) const;  // those of slots from there on, in scratch
   class HeldWeights;
   bool holds_weights_ = false;
-  void release_weights();
 
   // frame.cpp
   struct Rows {

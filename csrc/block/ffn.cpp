@@ -155,7 +155,7 @@ bool Block::down_adds() const {
 void Block::ensure_down(const Tensor& onto) {
   if (value_.down.defined()) return;
   const FFNSpec& f = spec_.ffn;
-  const HeldWeights held(*this, tiled());
+  const HeldWeights held(*this, tiled(), ffn_slot(0));
   const std::vector<Part> part = {{ffn_slot(kDownW), ffn_slot(kDownB), 0, C_, 0}};
   const bool cut_cols = tiles_.cols < f.hidden;
   Tensor down;
@@ -213,7 +213,7 @@ Tensor Block::ffn_backward(const Tensor& ds, bool need_n2) {
   const bool need_gu = need_n2 || need_gate_up || need(ffn_slot(kCoefficients));
   const bool need_h = need_any(down_w, down_w + 1);
   if (!need_gu && !need_any(down_w, ffn_slot(kFFNPostB) + 1)) return {};
-  const HeldWeights held(*this, tiled());
+  const HeldWeights held(*this, tiled(), ffn_slot(0));
 
   if (f.post.on()) ensure_down();
   const Tensor ddown =

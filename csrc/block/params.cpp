@@ -2,6 +2,7 @@
 #include "ops/torch.h"
 
 #include <algorithm>
+#include <array>
 
 #include "block/block.h"
 #include "kernels/cpu/pages.h"
@@ -106,30 +107,23 @@ std::optional<Tensor> Block::part_bias(const Part& part) {
   return b.defined() ? std::optional<Tensor>(part_of(b, 0, part.row0, part.width)) : std::nullopt;
 }
 
-// Tensors along a dimension in one buffer.
-Tensor Block::side_by_side(const std::vector<Tensor>& pieces, int64_t dim, const char* name) const {
-  std::vector<int64_t> sizes = pieces[0].sizes().vec();
-  sizes[dim] = 0;
-  for (const Tensor& piece : pieces) sizes[dim] += piece.size(dim);
-  const Tensor whole = empty(sizes, P_, name);
-  const Ledger::Name named(name);
-  at::cat_out(const_cast<Tensor&>(whole), pieces, dim);
-  return whole;
-}
-
+// One after another, so that of stored weights one at a time is there as numbers.
 const Joined& Block::join(const Tile& t) {
   if (joined_.weight.defined() || !joined_.tile) return joined_;
-  const bool transposed = spec_.ffn.transposed;
+  const int64_t dim = spec_.ffn.transposed ? 1 : 0, width = 2 * t.cols;
   const std::vector<Part> parts = gu_parts(t);
-  std::vector<Tensor> weights, biases;
-  for (const Part& part : parts) {
-    weights.push_back(part_weight(part, transposed));
-    if (const auto b = part_bias(part)) biases.push_back(*b);
-  }
+  size_t biases = 0;
+  for (const Part& part : parts) biases += params_[part.bias].defined();
   // Where only one of two projections has a bias, each keeps to itself.
-  if (!biases.empty() && biases.size() < parts.size()) return joined_;
-  joined_.weight = side_by_side(weights, transposed ? 1 : 0, "weights of a tile");
-  if (!biases.empty()) joined_.bias = side_by_side(biases, 0, "biases of a tile");
+  if (biases > 0 && biases < parts.size()) return joined_;
+  joined_.weight =
+      empty(dim == 0 ? std::array{width, C_} : std::array{C_, width}, P_, "weights of a tile");
+  if (biases > 0) joined_.bias = empty({width}, P_, "biases of a tile");
+  for (const Part& part : parts) {
+    joined_.weight.narrow(dim, part.col0, part.width)
+        .copy_(part_weight(part, spec_.ffn.transposed));
+    if (biases > 0) joined_.bias.narrow(0, part.col0, part.width).copy_(*part_bias(part));
+  }
   return joined_;
 }
 

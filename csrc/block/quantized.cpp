@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "block/block.h"
+#include "block/tiles.h"
 
 namespace ckptfused {
 
@@ -52,6 +53,14 @@ std::vector<int64_t> Block::weight_sizes(int slot) const {
   return {slot == ffn_slot(kFFNGateW) && f.joint ? f.gu_width() : f.hidden, C_};
 }
 
+bool Block::numbers_fit(int first) const {
+  int64_t count = 0;
+  for (const QuantizedSlots& stored : quantized_) {
+    if (stored.weight >= first) count += c10::multiply_integers(weight_sizes(stored.weight));
+  }
+  return count * int64_t(c10::elementSize(P_)) <= scratch_limit(spec_.scratch, !on_cpu(x_));
+}
+
 Tensor Block::dequantized(const QuantizedSlots& stored) {
   Tensor& held = cast_[stored.weight];
   if (held.defined()) return held;
@@ -66,11 +75,6 @@ Tensor Block::dequantized(const QuantizedSlots& stored) {
   counted_launch("dequantize", int64_t(codes.nbytes() + made.nbytes()));
   if (holds_weights_) held = made;
   return made;
-}
-
-void Block::release_weights() {
-  holds_weights_ = false;
-  for (const QuantizedSlots& stored : quantized_) cast_[stored.weight].reset();
 }
 
 }  // namespace ckptfused

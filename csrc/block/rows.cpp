@@ -152,7 +152,7 @@ Tensor Block::forward_in_tiles() {
     (closing ? value_.out : value_.down) = like_x(closing ? R_ : P_, closing ? "out" : "down");
   }
   const Tensor y = like_x(R_, "y");
-  const HeldWeights held(*this, true);
+  const HeldWeights held(*this, true, 0);
   for_runs([&](Block& run, int64_t first) {
     run.make_keys();
     run.for_tiles([&](Block& tile, int64_t row0) {
@@ -169,7 +169,7 @@ Tensor Block::forward_in_tiles() {
 // The gradient of x, undefined where nobody needs it.
 Tensor Block::backward_in_tiles(const Tensor& dy) {
   sums_ = true;
-  const HeldWeights held(*this, true);
+  const HeldWeights held(*this, true, 0);
   const Tensor dx = needs_[0] ? like_x(R_, "d x") : Tensor();
   for_runs([&](Block& run, int64_t first) {
     const auto rows_of = [&](const Tensor& t, const Block& tile, int64_t row0) {

@@ -264,6 +264,22 @@ MUTANTS = (
         test="tests/autograd/test_block_oracle.py::test_one_flipped_mask_bit_is_noticed",
     ),
     Mutant(
+        "tiles that share stored weights whatever the scratch",
+        file="csrc/block/quantized.cpp",
+        text="<= scratch_limit(spec_.scratch, !on_cpu(x_));",
+        defect=">= 0;",
+        test="tests/ops/test_quantized.py::test_a_weight_is_freed_before_the_next_one[600000-separate]",
+    ),
+    Mutant(
+        "weights of a tile that are numbers at once",
+        file="csrc/block/params.cpp",
+        text="  for (const Part& part : parts) {\n    joined_.weight.narrow(",
+        defect="  std::vector<Tensor> all;\n"
+        "  for (const Part& part : parts) all.push_back(part_weight(part, spec_.ffn.transposed));\n"
+        "  for (const Part& part : parts) {\n    joined_.weight.narrow(",
+        test="tests/ops/test_quantized.py::test_a_weight_is_freed_before_the_next_one[1-separate]",
+    ),
+    Mutant(
         "replay of the hidden dropout at another site",
         file="csrc/block/ffn.cpp",
         text="dgu.up, f.act, f.p_hidden, int(DropoutSite::ffn_hidden),",
