@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     options.whole_package()
-    from ckptfused.cli.language_models import VARIANTS
+    from ckptfused.cli.language_models import PAIRED, VARIANTS
     from ckptfused.simulate.devices import device_named
 
     try:
@@ -69,6 +69,8 @@ def run(arguments: argparse.Namespace) -> int:
     given = None if arguments.configuration else options.model_and_batch(arguments, needs_batch=True)
     found = {}
     for variant in VARIANTS:
+        if variant == PAIRED and arguments.host_memory is None:
+            continue  # it is for a host that is short of memory
         if not arguments.json and sys.stderr.isatty():
             print(f"{variant} …", end="\r", file=sys.stderr, flush=True)
         best = _longest(given, variant, arguments)
@@ -87,12 +89,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _longest(given: Any, variant: str, arguments: argparse.Namespace) -> Longest | None:
     """given: the user's own model and its batch, or None. None: there is no such variant of it."""
-    from ckptfused.cli.language_models import OFFLOADED
+    from ckptfused.cli.language_models import OFFLOADED, PAIRED
     from ckptfused.cli.longest_context import longest
     from ckptfused.simulate.cpu_timings import untimed
 
     on_cpu = arguments.card.kind == "cpu"
-    found = None if on_cpu and variant == OFFLOADED else _steps(given, variant, arguments)
+    found = None if on_cpu and variant in (OFFLOADED, PAIRED) else _steps(given, variant, arguments)
     if found is None:
         return None
     step, least = found

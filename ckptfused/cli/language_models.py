@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from math import lcm
 from typing import Any
 
 import torch
@@ -36,7 +37,9 @@ _OPTIONS: tuple[dict[str, Any], ...] = (
 """Options of `convert` that are tried. Beside offload a gigabyte of scratch is little, and tiles of it cost no time."""
 _CONVERSIONS = {_call(**options): options for options in _OPTIONS}
 CONVERTED, CHUNKED, LEAST, OFFLOADED = _CONVERSIONS
-VARIANTS = (UNCONVERTED_MODEL, CHECKPOINTED, CONVERTED, CHUNKED, LEAST, OFFLOADED)
+PAIRED = f"{OFFLOADED}, in segments of two"
+"""`CheckpointPolicy.segments(layers // 2, …)`: half of the inputs wait on the host, each second layer is made again."""
+VARIANTS = (UNCONVERTED_MODEL, CHECKPOINTED, CONVERTED, CHUNKED, LEAST, OFFLOADED, PAIRED)
 
 # Of whose layers all are alike, or repeat as the configuration's layer_types say.
 _UNIFORM = ("gemma", "gemma2", "llama", "mistral", "phi3", "qwen2", "qwen3")
@@ -51,9 +54,9 @@ class Trained:
     def __init__(
         self, config: dict[str, Any], variant: str, dtype: torch.dtype, lora: int | None = None, four_bit: bool = False
     ) -> None:
-        self._depth, self._period = _depth(config)
+        self._depth, self._period = _depth(config, 2 if variant == PAIRED else 1)
         # Inputs come back while the layer above runs; not the last layer's, and with frozen embeddings not the first's.
-        self._ends = 3 if variant == OFFLOADED else 1
+        self._ends = 3 if variant in (OFFLOADED, PAIRED) else 1
         found, periods = (self._depth,), 2 * self._ends
         if self._period is not None and self._depth > (periods + 1) * self._period:
             found = (periods * self._period, (periods + 1) * self._period)  # type: ignore[assignment]
@@ -74,14 +77,15 @@ class Trained:
         return tokens * sequences * self._stream
 
 
-def _depth(config: dict[str, Any]) -> tuple[int, int | None]:
-    """How many layers there are, and after how many they repeat; None: not known."""
+def _depth(config: dict[str, Any], segment: int) -> tuple[int, int | None]:
+    """How many layers there are, and after how many they repeat, in segments of so many; None: not known."""
     own = _config(config)
     depth, kinds = own.num_hidden_layers, getattr(own, "layer_types", None)
     if config["model_type"] not in _UNIFORM:
         return depth, None
     periods = range(1, depth + 1)
     period = 1 if kinds is None else next(p for p in periods if kinds == (kinds[:p] * depth)[:depth])
+    period = lcm(period, segment)
     return depth, None if depth % period else period
 
 
@@ -153,9 +157,13 @@ def _vary(model: Any, variant: str, adapted: bool) -> bool:
             model.enable_input_require_grads()
         model.gradient_checkpointing_enable()
     elif variant != UNCONVERTED_MODEL:
-        options = _CONVERSIONS[variant]
+        options = _CONVERSIONS[OFFLOADED if variant == PAIRED else variant]
         limits = {"loss_scratch": options["scratch"]} if "scratch" in options else {}
-        return bool(install(model, CheckpointPolicy.uniform(**options, **limits)).heads) or variant == CONVERTED
+        installed = install(model, CheckpointPolicy.uniform(**options, **limits))
+        if variant == PAIRED:
+            pairs = (len(installed.layers) + 1) // 2
+            installed = install(model, CheckpointPolicy.segments(pairs, **options, **limits))
+        return bool(installed.heads) or variant == CONVERTED
     return True
 
 

@@ -21,7 +21,7 @@ from ckptfused.planner.budget_error import BudgetError, not_enough, within
 from ckptfused.planner.counted_plans import Counted
 from ckptfused.planner.plan_view import plan_json, plan_picture, plan_table
 from ckptfused.planner.predicted_steps import PredictedSteps
-from ckptfused.planner.segments import Divided
+from ckptfused.planner.segments import Divided, OnHost
 from ckptfused.planner.sharding import sharded
 from ckptfused.planner.step_costs import Costs, costs
 from ckptfused.profiler.predict import simulated
@@ -226,7 +226,8 @@ class _Planner:
     def _divided(self) -> Counted:
         # With more memory than the least that layers alone need, they need not be joined.
         fronts = [Divided(costs, front.peaks[0]) for costs, front in self._fronts]
-        return Counted((divided.peaks, divided.seconds, divided.policy) for divided in fronts)
+        apart: list[Divided | OnHost] = [*fronts, *([OnHost(self._steps, self._whole)] if self._shards == 1 else [])]
+        return Counted((divided.peaks, divided.seconds, divided.policy) for divided in apart)
 
     def _search(self, counted: Counted, budget: int) -> int | None:
         """The last of them that fits: what was counted says where to look, predictions of whole steps say whether."""

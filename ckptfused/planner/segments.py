@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from itertools import accumulate, pairwise
+from math import ceil, inf
 
 from ckptfused.models.policy import CheckpointPolicy
 from ckptfused.planner.frontier import Before, Front, Unit, UnitMode, peak_of, seconds_of
-from ckptfused.planner.step_costs import Costs
+from ckptfused.planner.predicted_steps import PredictedSteps
+from ckptfused.planner.step_costs import SCRATCHES, Costs
 
 
 class Divided:
@@ -56,6 +58,35 @@ class Divided:
         units = [run[0] if alone and len(run) == 1 else _joined(run) for run in runs] + [_only(costs.head, [head])]
         first = [0] * len(units)
         return costs.peak(peak_of(units, first), head), costs.seconds(seconds_of(units, first))
+
+
+class OnHost:
+    """Segments of equal length whose inputs wait on the host of a GPU, where it has no room for those of all layers: as
+    short as it allows, with the least that a loss takes, in one piece or in tiles."""
+
+    def __init__(self, steps: PredictedSteps, costs: Costs) -> None:
+        on_host = steps.device.kind == "cuda" and 0 < costs.host_memory < inf and _together(costs)
+        self._found = _waiting(steps, costs) if on_host else []
+        profiles, base = [steps.of(policy) for policy in self._found], costs.base
+        self.peaks = [one.peak - one.optimizer + base.optimizer for one in profiles]
+        self.seconds = [one.seconds - one.optimizer_seconds + base.optimizer_seconds for one in profiles]
+
+    def policy(self, place: int) -> CheckpointPolicy:
+        return self._found[place]
+
+
+def _waiting(steps: PredictedSteps, costs: Costs) -> list[CheckpointPolicy]:
+    """The policies of `OnHost`."""
+    needed, count = steps.of(CheckpointPolicy.uniform(offload=True)).host, len(costs.layers)
+    options = {"offload": True, **costs.heads[-1].options}
+    for length in range(2, count):
+        many = ceil(count / length)
+        if (many - 1) * needed > costs.host_memory * (count - 1):  # the last one's input stays where it is
+            continue
+        found = [CheckpointPolicy.segments(many, scratch=scratch, **options) for scratch in (None, SCRATCHES[0])]
+        if steps.of(found[0]).host <= costs.host_memory:
+            return found
+    return []
 
 
 def _staying(unit: Unit) -> list[int]:

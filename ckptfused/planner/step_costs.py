@@ -46,6 +46,8 @@ class Costs:
     """Seconds of each batch outside of layers and head."""
     base: Profile
     """The profile of the model with all layers in the mode `"inputs"`."""
+    host_memory: float
+    """Bytes that inputs of layers may take on the host."""
 
     @property
     def units(self) -> tuple[Unit, ...]:
@@ -122,4 +124,5 @@ def costs(steps: PredictedSteps, host_memory: float = inf) -> Costs:
         least=max(own + at_end, 0 if base.layers else base.peak),
         rest_seconds=batch_seconds - spent,
         base=base,
+        host_memory=host_memory,
     )

@@ -18,6 +18,7 @@ from ckptfused.cli.language_models import (
     CHUNKED,
     LEAST,
     OFFLOADED,
+    PAIRED,
     UNCONVERTED_MODEL,
     VARIANTS,
     Trained,
@@ -54,7 +55,7 @@ def test_few_layers_say_the_same_as_all(variant: str, of: tuple[str, int]) -> No
     """Gemma 2's are of two kinds by turns. Each variant of each model, each in one of three ways to train."""
     name, layers = of
     classes, lora, options = TRAINED[(VARIANTS.index(variant) + layers // 8) % 3]
-    layers *= 2 if variant == OFFLOADED else 1  # in whose middle a layer has two on each side
+    layers = {OFFLOADED: 2 * layers, PAIRED: 16}.get(variant, layers)  # in whose middle one has two on each side
     call: Any = (small(name, layers) | {"vocab_size": classes}, variant, torch.bfloat16, lora)
     whole = language_step(build_language_model(*call), 200, 2, **options)
     few = Trained(*call)
@@ -236,8 +237,9 @@ def test_what_does_not_fit_is_said(tmp_path: Path, capsys: pytest.CaptureFixture
     path.write_text(json.dumps(small("llama-3-8b", 3)))
     command = ["context", "--config", str(path), "--memory", "8MiB", "--lora", "4", "--host-memory", "1KiB"]
     assert main([*command, "--step", "64"]) == 0
-    (said,) = (line for line in capsys.readouterr().out.splitlines() if "offload=True" in line)
-    assert "none  the shortest needs " in said and "16.00 KiB of host memory" in said
+    each, pairs = (line for line in capsys.readouterr().out.splitlines() if "offload=True" in line)
+    assert "none  the shortest needs " in each and "16.00 KiB of host memory" in each
+    assert "segments of two" in pairs and "none" not in pairs and "host memory" not in pairs
     assert main(["context", "--config", "llama-3-8b", "--memory", "1GiB"]) == 0
     assert "none  the shortest needs " in capsys.readouterr().out
 

@@ -221,6 +221,15 @@ def test_8_bits_without_scales_raise() -> None:
         ckptfused.convert(model.train())
 
 
+@pytest.mark.parametrize("place", [0, -1], ids=["layer", "head"])
+def test_4_bits_without_a_state_raise(place: int) -> None:
+    model = made().train()
+    layer = four_bit_layers(model)[place]
+    layer.weight.quant_state = layer.quant_state = None
+    with pytest.raises(RuntimeError, match="4 bits without the state that belongs to it"):
+        ckptfused.convert(model, loss="chunked")(**text_batch())
+
+
 def test_evaluations_of_a_compiled_model_break_no_graph() -> None:
     model = made("lm_head").train()
     ckptfused.convert(model, loss="chunked")

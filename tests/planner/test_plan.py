@@ -154,6 +154,21 @@ def test_inputs_wait_on_the_host_as_far_as_it_has_room() -> None:
     assert not any(mode.offload for mode in found.policy.layers) and found.profile.host == 0
 
 
+@pytest.mark.slow
+def test_segments_wait_on_the_host_where_it_has_no_room_for_all_layers() -> None:
+    """Each second layer is made again from the one before, whose input alone is there; without, nothing fits."""
+    model, batch, x = on_meta(lambda: llama(num_hidden_layers=12)), tokens(32), 32 * 128 * 64 * 4
+    with pytest.raises(BudgetError) as alone:
+        plan(model, batch, 1, ADAMW, "h200", host_memory="1KiB")
+    with pytest.raises(BudgetError) as with_host:
+        plan(model, batch, 1, ADAMW, "h200", host_memory=5 * x)
+    least = with_host.value.least
+    assert least < alone.value.least
+    found = plan(model, batch, least, ADAMW, "h200", host_memory=5 * x)
+    assert found.peak == least and 0 < found.profile.host <= 5 * x
+    assert found.policy.is_divided and all(mode.offload for mode in found.policy.modes(12))
+
+
 def masked(**sizes: Any) -> Any:
     return BertForMaskedLM(BertConfig(**BERT | {"num_hidden_layers": 4} | sizes)).train()
 
