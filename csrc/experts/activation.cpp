@@ -103,7 +103,9 @@ Tensor Experts::activation_gradient(const Hidden& hidden, const Tensor& dh) cons
   Tensor dgate, dup;
   if (spec_.act == kClamped) {
     const Tensor gate = hidden.gate.to(A_), up = hidden.up.to(A_), grad = dh.to(A_);
-    const Tensor gate_beyond = gate.gt(spec_.limit), up_beyond = up.abs().gt(spec_.limit);
+    // Of NaN, too, as clamp's own derivative is.
+    const Tensor gate_beyond = gate.le(spec_.limit).logical_not_();
+    const Tensor up_beyond = up.abs().le(spec_.limit).logical_not_();
     const Clamped c(spec_, gate, up);
     // The derivative of g * sigmoid(alpha * g) is SiLU's at alpha * g.
     dgate = c.gate * spec_.alpha;
