@@ -33,6 +33,9 @@ WAYS = tuple(
         itertools.cycle(STORAGE),
     )
 )
+BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+EVERY_WAY = tuple(map(Way, *zip(*itertools.product(("nf4", "fp4"), BLOCKS, (False, True), STORAGE), strict=True)))
+"""All kinds, blocks, nesting and storage crossed, of which `WAYS` has a few."""
 
 
 def stored(weight: Tensor, way: Way, dtype: torch.dtype) -> tuple[dict[str, Tensor], int, Tensor]:

@@ -6,16 +6,19 @@ What they compute is an axis of the all-pairs cases (test_block_oracle, test_kee
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from ckptfused import cost, rng
+from ckptfused.compat.torch_memory import allocations
 from ckptfused.functional import attention_block, block, ffn_block
 from ckptfused.spec import AUX_NAMES, Adapter, AttentionSpec, BlockSpec, FFNSpec, param_names, param_shapes
 from tests import forks
@@ -385,6 +388,40 @@ def test_no_rows() -> None:
     results = _results(SPEC, torch.zeros(1, 0, C), _params(SPEC, torch.float32))
     assert results["y"].shape == (1, 0, C)
     assert all(not t.any() for name, t in results.items() if ".lora" in name)
+
+
+def _large_allocations(lora: str, p: float) -> dict[str, Counter[int]]:
+    """Allocations as large as a float32 copy of x, or larger, in a step of a bfloat16 block, counted by size: by the
+    allocator, and by the ledger of each device."""
+    case = Case(tokens=4096, width=256, hidden=256, head_dim=64, lora=lora)
+    inputs, spec = make_inputs(case, torch.bfloat16), case.spec()
+    halves: dict[str, Any] = {
+        half: replace(of, lora=tuple(replace(adapter, p=p) for adapter in of.lora)) for half, of in spec.halves.items()
+    }
+    spec = replace(spec, **halves)
+    x = inputs.x.detach().requires_grad_()
+    params = {n: t.float().requires_grad_() if ".lora" in n else t for n, t in inputs.params.items()}
+    wanted = {"x": x, **{name: t for name, t in params.items() if t.requires_grad}}
+    types = {name: t.dtype for name, t in params.items()}
+
+    def step() -> None:
+        y = block(x, params, spec, generator=torch.Generator().manual_seed(1))
+        torch.autograd.grad(y, tuple(wanted.values()), inputs.dy)
+
+    found = {"allocator": allocations(step)[1]}
+    for device in ("cpu", "cuda"):
+        passes = [
+            cost.count(spec, 1, case.tokens, case.width, x.dtype, params=types, needs=needs, device=device)
+            for needs in (None, wanted)
+        ]
+        found[device] = [sizes[1] for one in passes for kind, _, _, sizes, _ in one.events if kind == "allocation"]
+    return {by: Counter(size for size in sizes if size >= x.numel() * 4) for by, sizes in found.items()}
+
+
+@pytest.mark.parametrize("p", [0.0, 0.05])
+def test_no_input_is_copied_in_float32(p: float) -> None:
+    """Adapters in float32 read a bfloat16 input in rows: nothing as large is allocated that is not without them."""
+    assert _large_allocations("all", p) == _large_allocations("none", 0.0)
 
 
 @on_devices

@@ -320,6 +320,16 @@ def test_inputs_that_are_quantized_too_are_left_to_the_library() -> None:
     assert "quantizes its input" in layer.reason
 
 
+def test_inputs_that_are_scaled_are_left_to_torchao() -> None:
+    """SmoothQuant divides them by a tensor that stands beside the weight."""
+    model = stored(INT8, lora=None)
+    linear = model.model.layers[0].mlp.up_proj
+    linear.weight.act_pre_scale = torch.full((linear.in_features,), 0.5)
+    first, second = ckptfused.convert(model).layers
+    assert (first.path, second.path) == ("generic", "fused")
+    assert "quantizes its input" in first.reason
+
+
 def _by_inputs(api: Any) -> Any:
     return api.Int8WeightOnlyConfig(granularity=api.PerRow(dim=0))
 

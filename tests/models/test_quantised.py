@@ -6,6 +6,7 @@ import copy
 import functools
 import gc
 import weakref
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ import transformers
 import ckptfused
 from ckptfused.layer.quantized import is_quantized, stored_weight
 from ckptfused.models.describe.example import example
+from ckptfused.models.forward import ConvertedForward
 from ckptfused.simulate.meta_copy import copy_to_meta
 from ckptfused.state.undone import without_trace
-from tests.models.compare import close, gradients, run
+from tests.models.compare import close, equal, gradients, run
 from tests.models.small import llama, unfused
 from tests.models.zoo import text_batch
 from tests.quantized import Way, quantize_linears
@@ -283,20 +285,44 @@ def test_biases_of_adapters_tell_nothing_of_x() -> None:
     assert x[0].dtype == torch.bfloat16
 
 
-REPLACED = {
-    "absmax": lambda layer: setattr(layer.weight.quant_state, "absmax", layer.weight.quant_state.absmax * 2),
+def owner_in_state(layer: Any, path: str) -> tuple[Any, str]:
+    """What holds a tensor of a layer's state, and its name there."""
+    *owners, name = path.split(".")
+    return functools.reduce(getattr, owners, layer.weight.quant_state), name
+
+
+def doubled(path: str) -> Callable[[Any], None]:
+    """Puts twice a tensor of a layer's state in its place."""
+
+    def change(layer: Any) -> None:
+        owner, name = owner_in_state(layer, path)
+        setattr(owner, name, getattr(owner, name) * 2)
+
+    return change
+
+
+PLAIN, NESTED = ("absmax",), ("absmax", "offset", "state2.absmax", "state2.code")
+OBJECTS: dict[str, Callable[[Any], None]] = {
     "state": lambda layer: setattr(layer.weight, "quant_state", copy.deepcopy(layer.weight.quant_state)),
     "weight": lambda layer: setattr(layer, "weight", copy.deepcopy(layer.weight)),
     "kind": lambda layer: setattr(layer, "__class__", nn.Linear),
 }
+REPLACED = {path: doubled(path) for path in NESTED} | OBJECTS
 
 
-@pytest.mark.parametrize("what", REPLACED)
-def test_a_state_that_is_replaced_before_backward_raises(tmp_path: Path, what: str) -> None:
+def by_state(plain: Iterable[str], nested: Iterable[str]) -> Any:
+    """Each of these in a model whose scales are numbers, and in one whose scales are nested."""
+    cases = [pytest.param(False, what, id=what) for what in plain]
+    cases += [pytest.param(True, what, id=f"nested-{what}") for what in nested]
+    return pytest.mark.parametrize(("nested", "what"), cases)
+
+
+@by_state((*PLAIN, *OBJECTS), REPLACED)
+def test_a_state_that_is_replaced_before_backward_raises(tmp_path: Path, nested: bool, what: str) -> None:
     """From the next call on it counts."""
     pytest.importorskip("bitsandbytes")
     llama().save_pretrained(tmp_path)
-    plain, model = (adapted(loaded(tmp_path)) for _ in range(2))
+    plain, model = (adapted(loaded(tmp_path, bnb_4bit_use_double_quant=nested)) for _ in range(2))
     ckptfused.convert(model)
     run(model, text_batch())
     out = model(**text_batch())
@@ -309,6 +335,19 @@ def test_a_state_that_is_replaced_before_backward_raises(tmp_path: Path, what: s
         return
     model.zero_grad()
     close(run(model, text_batch()), run(plain, text_batch()), 1e-5)
+
+
+@by_state(PLAIN, NESTED)
+def test_a_state_that_is_written_before_backward_raises(tmp_path: Path, nested: bool, what: str) -> None:
+    pytest.importorskip("bitsandbytes")
+    llama().save_pretrained(tmp_path)
+    model = adapted(loaded(tmp_path, bnb_4bit_use_double_quant=nested))
+    ckptfused.convert(model)
+    out = model(**text_batch())
+    owner, name = owner_in_state(model.base_model.model.model.layers[0].mlp.up_proj, what)
+    getattr(owner, name).add_(0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.loss.backward()
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -354,14 +393,93 @@ def test_a_certificate(tmp_path: Path) -> None:
     assert ckptfused.doctor(model, text_batch()).certificate.startswith("Certificate")
 
 
-def test_a_plan_counts_codes_and_scratch(tmp_path: Path) -> None:
-    """What a plan predicts is what is measured, a weight at a time in its scratch."""
+@pytest.mark.parametrize(("dtype", "nested"), [(torch.float32, True), (torch.bfloat16, False)], ids=str)
+def test_a_plan_counts_codes_and_scratch(tmp_path: Path, dtype: torch.dtype, nested: bool) -> None:
+    """What a plan predicts is what is measured, a weight at a time in its scratch; a layer holds its input alone."""
     pytest.importorskip("bitsandbytes")
     llama().save_pretrained(tmp_path)
-    model = adapted(loaded(tmp_path, bnb_4bit_use_double_quant=True))
-    ckptfused.convert(model)
-    predicted, measured = ckptfused.profile(model, text_batch(), device="cpu"), ckptfused.profile(model, text_batch())
+    model = adapted(loaded(tmp_path, dtype, bnb_4bit_use_double_quant=nested))
+    report = ckptfused.convert(model)
+    batch, token = text_batch(), 48 * dtype.itemsize
+    predicted, measured = ckptfused.profile(model, batch, device="cpu"), ckptfused.profile(model, batch)
     assert predicted.peak == measured.peak
+    assert [layer.after for layer in report.layers] == [token, token]
+    for found in (predicted, measured):
+        assert [layer.saved for layer in found.layers] == [batch["input_ids"].numel() * token] * 2
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_saving(nested: bool, tmp_path: Path) -> None:
+    """A state dict is the unconverted model's, and a saved adapter gives a fresh model the same step."""
+    pytest.importorskip("bitsandbytes")
+    peft = pytest.importorskip("peft")
+    llama().save_pretrained(tmp_path)
+    options: dict[str, Any] = {"bnb_4bit_use_double_quant": nested}
+    model = adapted(loaded(tmp_path, **options))
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    ckptfused.convert(model)
+    after = model.state_dict()
+    assert list(after) == list(before)
+    equal(after, before)
+    want = run(model, text_batch())
+    model.save_pretrained(tmp_path / "adapter")
+    fresh = peft.PeftModel.from_pretrained(loaded(tmp_path, **options), tmp_path / "adapter", is_trainable=True)
+    ckptfused.convert(fresh.train())
+    equal(fresh.state_dict(), before)
+    equal(run(fresh, text_batch()), want)
+
+
+def test_dora_is_left_to_the_layer(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    llama().save_pretrained(tmp_path)
+    plain, model = (adapted(loaded(tmp_path), use_dora=True) for _ in range(2))
+    for layer in ckptfused.convert(model).layers:
+        assert layer.path == "generic" and "DoRA" in layer.reason
+    got = run(model, text_batch())
+    assert sum("magnitude" in key for key in got) == 2 * 2
+    close(got, run(plain, text_batch()), 1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:Merge lora module to 4-bit")
+def test_a_merged_model_trains(tmp_path: Path) -> None:
+    """Its norms do, beside 4-bit weights that `merge_and_unload` has made anew."""
+    pytest.importorskip("bitsandbytes")
+    llama().save_pretrained(tmp_path)
+    plain, model = (adapted(loaded(tmp_path)) for _ in range(2))
+    ckptfused.convert(model)
+    run(model, text_batch())
+    plain, model = (each.merge_and_unload() for each in (plain, model))
+    for each in (plain, model):
+        for name, p in each.named_parameters():
+            p.requires_grad_("norm" in name)
+    assert all(isinstance(layer.forward, ConvertedForward) for layer in model.model.layers)
+    with unfused() as reasons:
+        got = run(model, text_batch())
+    assert not reasons
+    close(got, run(plain, text_batch()), 1e-5)
+    assert sum("norm" in key for key in got) == 5
+
+
+def test_scales_in_half_precision_are_left_to_the_layer(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    llama().save_pretrained(tmp_path)
+    model = loaded(tmp_path)
+    state = model.model.layers[0].mlp.up_proj.weight.quant_state
+    state.absmax = state.absmax.half()
+    first, second = ckptfused.convert(model).layers
+    assert (first.path, second.path) == ("generic", "fused")
+    assert first.reason.endswith("its scales are torch.float16, expected float32")
+
+
+def test_codes_that_ask_for_a_gradient_are_left_to_the_layer(tmp_path: Path) -> None:
+    """Codes that are stored in a floating type may do so."""
+    pytest.importorskip("bitsandbytes")
+    llama().save_pretrained(tmp_path)
+    model = loaded(tmp_path, bnb_4bit_quant_storage=torch.float32)
+    model.model.layers[0].mlp.up_proj.weight.requires_grad_()
+    first, second = ckptfused.convert(model).layers
+    assert (first.path, second.path) == ("generic", "fused")
+    assert first.reason.endswith("its quantized weight asks for a gradient")
 
 
 class Stored(nn.Module):

@@ -13,10 +13,10 @@ pytest.importorskip("bitsandbytes")
 
 from ckptfused import cost, functional
 from ckptfused.compat.torch_memory import allocations
-from ckptfused.spec import KEEP_PRESETS, QUANT_SLOTS, BlockSpec, Quantized, parse
+from ckptfused.spec import AUX_NAMES, KEEP_PRESETS, QUANT_SLOTS, BlockSpec, Quantized, param_names, parse
 from tests.cases import TILED, Case, all_pairs, by_turns
 from tests.oracle import Inputs, make_inputs
-from tests.quantized import WAYS, quantized, stored
+from tests.quantized import EVERY_WAY, quantized, stored
 
 
 @pytest.fixture(autouse=True)
@@ -183,7 +183,7 @@ def test_second_derivatives() -> None:
     torch.testing.assert_close(second(spec, frozen), second(case.spec(), weights), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: f"{way.kind}-{way.block}-{way.nested}-{way.storage}")
+@pytest.mark.parametrize("way", EVERY_WAY, ids=lambda way: f"{way.kind}-{way.block}-{way.nested}-{way.storage}")
 def test_it_is_what_bitsandbytes_dequantizes(way) -> None:
     """Odd lengths of rows, blocks over rows' ends, and the last one short."""
     for shape in ((24, 56), (7, 10), (3, 34), (96, 130)):
@@ -218,15 +218,23 @@ def test_what_is_wrong_is_said() -> None:
     with pytest.raises(ValueError, match=r"attn.quant\[0\].kind: expected .* got 'int4'"):
         replace(case.spec().attn, quant=(Quantized("q", "int4", 64),))
     assert "q:nf4:64:256" in spec.to_string()
+    trained = frozen["attn.o_w"].detach().requires_grad_()
+    with pytest.raises(ValueError, match=r"params\['attn.o_w'\]: expected a frozen weight .* got one that is trained"):
+        call(attn__o_w=trained)
+    given = inputs.params | frozen | {"attn.o_w": trained}
+    slots = [given.get(name) for name in param_names(spec)]
+    with pytest.raises(RuntimeError, match="the quantized weight of o cannot be trained"):
+        torch.ops.ckptfused.block(inputs.x, slots, [None] * len(AUX_NAMES), spec.to_string())
 
 
 def test_a_changed_scale_raises_in_backward() -> None:
-    """Codes and scales are saved tensors."""
+    """Codes and all that is beside them are saved tensors."""
     case = Case()
     inputs = make_inputs(case, torch.float32)
     spec, frozen, _ = quantized(case.spec(), inputs)
     params = {n: t for n, t in inputs.params.items() if n not in frozen} | frozen
-    for name in ("attn.q_w", "attn.quant0.scale", "attn.quant0.nested_scale"):
+    assert {f"attn.quant0.{slot}" for slot in QUANT_SLOTS} < frozen.keys()  # q's scales are nested
+    for name in frozen:
         y = functional.block(inputs.x.detach().requires_grad_(), params, spec)
         params[name].add_(0)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
