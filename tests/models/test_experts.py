@@ -127,14 +127,37 @@ def _unpatched() -> Iterator[None]:
 def test_a_router_is_called_once_a_step(name: str) -> None:
     model = build(name)
     ckptfused.convert(model)
-    calls: Counter[nn.Module] = Counter()
-    for router in routers(model):
-        router.register_forward_hook(lambda module, *_: calls.update([module]))
+    calls = _router_calls(model)
     step(model)
     assert calls and set(calls.values()) == {1}
 
 
-@pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss"])
+def _router_calls(model: nn.Module) -> Counter[nn.Module]:
+    """How often each router of a model is called from now on."""
+    calls: Counter[nn.Module] = Counter()
+    for router in routers(model):
+        router.register_forward_hook(lambda module, *_: calls.update([module]))
+    return calls
+
+
+@pytest.mark.filterwarnings("ignore:`(gradient_checkpointing_enable|is_gradient_checkpointing)` is:FutureWarning")
+@pytest.mark.parametrize("first", [True, False], ids=["enable-convert", "convert-enable"])
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
+@pytest.mark.parametrize(("name", "times"), [("mixtral", 1), ("qwen3-moe", 1), ("deepseek-v3", 2)])
+def test_a_router_under_hugging_faces_checkpointing(name: str, times: int, reentrant: bool, first: bool) -> None:
+    """It is called again only where nothing of its layer is fused, as in DeepSeek-V3."""
+    plain = build(name)
+    model = copy.deepcopy(plain)
+    changes = [lambda m: m.gradient_checkpointing_enable({"use_reentrant": reentrant}), ckptfused.convert]
+    for change in changes if first else reversed(changes):
+        change(model)
+    calls = _router_calls(model)
+    found = step(model)[1]
+    assert calls and set(calls.values()) == {times}
+    assert_alike(found, step(plain)[1])
+
+
+@pytest.mark.parametrize("name", MODELS)
 def test_noise_that_a_replay_would_draw_anew_changes_no_gradient(name: str) -> None:
     """A hook adds noise from a generator that no checkpoint knows, to a router whose logits are all but tied."""
     noise: list[torch.Generator] = []
@@ -153,26 +176,92 @@ def test_noise_that_a_replay_would_draw_anew_changes_no_gradient(name: str) -> N
         noise[:] = [torch.Generator().manual_seed(7)]
         found.append(step(model)[1])
     assert_alike(found[1], found[0])
-    assert all(torch.equal(found[1][name], found[2][name]) for name in found[1])
+    _assert_equal(found[2], found[1])
 
 
-def test_all_logits_tied() -> None:
-    plain = build("qwen3-moe")
+KEEPS = ("inputs", "mid", "attention+mid", "all")
+ONE_LAYER: dict[str, Any] = {"num_hidden_layers": 1, "first_k_dense_replace": 0}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_all_logits_tied(name: str) -> None:
+    """Which experts are chosen is a matter of order alone: in backward as in forward, and in every call."""
+    plain = build(name, **ONE_LAYER)
     for router in routers(plain):
-        nn.init.zeros_(router.weight)
-    converted = copy.deepcopy(plain)
-    ckptfused.convert(converted)
-    assert_alike(step(converted)[1], step(plain)[1])
-
-
-@pytest.mark.parametrize("keep", ["inputs", "mid", "attention+mid", "all"])
-def test_bits_are_equal_for_every_keep(keep: str) -> None:
-    model = build("qwen3-moe")
+        for p in router.parameters():
+            nn.init.zeros_(p)
+    model = copy.deepcopy(plain)
     ckptfused.convert(model)
-    expected = step(model)[1]
-    ckptfused.convert(model, keep=keep)
     found = step(model)[1]
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert_alike(found, step(plain)[1])
+    _assert_equal(step(model)[1], found)
+    ckptfused.convert(model, keep="all")
+    _assert_equal(step(model)[1], found)
+
+
+def _assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert [name for name, gradient in expected.items() if not torch.equal(found[name], gradient)] == []
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "glm4-moe"])
+def test_a_correction_that_a_hook_updates(name: str) -> None:
+    """DeepSeek's balance of loads: the bias that a choice was made with is another one when backward runs."""
+
+    def balance(router: Any, args: Any, output: Any) -> None:
+        loads = output[2].flatten().bincount(minlength=router.num_experts).float()
+        router.e_score_correction_bias += 0.5 * (loads.mean() - loads).sign()
+
+    plain = build(name)
+    for router in routers(plain):
+        correction: Any = router.e_score_correction_bias
+        correction.copy_(torch.linspace(-0.5, 0.5, 8)[torch.randperm(8)])
+        router.register_forward_hook(balance)
+    unbalanced, model = copy.deepcopy(plain), copy.deepcopy(plain)
+    ckptfused.convert(model)
+    before, after = (dict(m.named_buffers()) for m in (unbalanced, model))
+    found, expected = step(model)[1], step(plain)[1]
+    assert_alike(found, expected)
+    corrections = [name for name in before if name.endswith("e_score_correction_bias")]
+    assert corrections
+    for path, updated in plain.named_buffers():
+        torch.testing.assert_close(after[path], updated, rtol=0, atol=0)
+        assert path not in corrections or not torch.equal(updated, before[path])
+    # The updated bias is one that other experts are chosen with: a choice made in backward would be seen.
+    output = step(plain)[0]
+    assert not torch.equal(output.logits, step(unbalanced)[0].logits)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_nan_in_a_row_of_a_routers_input(name: str) -> None:
+    """Logits and gradients are NaN where those of Hugging Face's step are, and nowhere else."""
+
+    def spoilt(module: nn.Module, args: Any) -> Any:
+        rows = args[0].clone()
+        rows.view(-1, rows.size(-1))[3] = torch.nan
+        return (rows, *args[1:])
+
+    plain = build(name)
+    for router in routers(plain):
+        router.register_forward_pre_hook(spoilt)
+    model = copy.deepcopy(plain)
+    ckptfused.convert(model)
+    (expected, gradients), (output, found) = step(plain), step(model)
+    assert torch.equal(output.logits.isnan(), expected.logits.isnan())
+    assert {True, False} <= {bool(n) for g in gradients.values() for n in g.isnan().flatten()}
+    _assert_equal({key: g.isnan() for key, g in found.items()}, {key: g.isnan() for key, g in gradients.items()})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss", "deepseek-v3"])
+def test_bits_are_equal_for_every_keep(name: str, dtype: torch.dtype) -> None:
+    model = build(name, **ONE_LAYER).to(dtype)
+    found = []
+    for keep in KEEPS:
+        ckptfused.convert(model, keep=keep)
+        found.append(step(model)[1])
+    for other in found[1:]:
+        _assert_equal(other, found[0])
 
 
 def test_models_that_were_not_converted_stay_as_they_are_and_revert_puts_back() -> None:
@@ -223,8 +312,15 @@ def _patched(experts: Any) -> None:
     experts.forward = lambda *args: type(experts).forward(experts, *args)
 
 
-def _elsewhere(experts: Any) -> None:
-    experts.config._experts_implementation_internal = "sonicmoe"
+def _elsewhere(implementation: str) -> Callable[[Any], None]:
+    def change(experts: Any) -> None:
+        experts.config._experts_implementation_internal = implementation
+
+    return change
+
+
+def _normed(experts: Any) -> None:
+    experts.has_post_expert_norm = True
 
 
 def _parametrized(experts: Any) -> None:
@@ -239,7 +335,9 @@ def _parametrized(experts: Any) -> None:
         (_another_activation, "its activation is none of ckptfused's"),
         (_in_bytes, "a weight is stored as Parameter of torch.float8_e4m3fn"),
         (_patched, "it has a hook or a forward of its own"),
-        (_elsewhere, "its implementation is 'sonicmoe'"),
+        (_elsewhere("sonicmoe"), "its implementation is 'sonicmoe'"),
+        (_elsewhere("deepgemm"), "its implementation is 'deepgemm'"),
+        (_normed, "a norm follows each expert"),
     ],
 )
 def test_what_is_left_alone_is_named(change: Callable[[Any], None], why: str) -> None:

@@ -19,6 +19,7 @@ pytest.importorskip("transformers")
 import transformers
 
 import ckptfused
+from ckptfused.layer import quantized
 from ckptfused.layer.quantized import is_quantized, stored_weight
 from ckptfused.models.describe.example import example
 from ckptfused.models.forward import ConvertedForward
@@ -146,6 +147,24 @@ def test_8_bits_are_predicted_as_they_run(tmp_path: Path) -> None:
     ckptfused.convert(model)
     predicted, measured = ckptfused.profile(model, text_batch(), device="cpu"), ckptfused.profile(model, text_batch())
     assert (predicted.peak, predicted.saved) == (measured.peak, measured.saved)
+
+
+def test_8_bits_on_a_gpu_are_checkpointed_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """bitsandbytes computes in int8 there, and on the CPU in numbers: what differs is the device that is told."""
+    pytest.importorskip("bitsandbytes")
+    llama().save_pretrained(tmp_path)
+    plain = adapted(loaded(tmp_path, bits=8))
+    model = copy.deepcopy(plain)
+    monkeypatch.setattr(quantized, "device_counted", lambda codes: "cuda")
+    report = ckptfused.convert(model)
+    why = "q: Linear8bitLt computes in int8 there, outliers apart: the layer is checkpointed as it is"
+    assert [(layer.path, layer.reason) for layer in report.layers] == [("generic", why)] * 2
+    assert why in str(report)
+    with unfused() as reasons:
+        found = run(model, text_batch())
+    assert [reason.text for reason in reasons] == [why] * 2
+    expected = run(plain, text_batch())
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], t) for name, t in expected.items())
 
 
 def test_a_run_without_trace_leaves_codes_where_they_were() -> None:

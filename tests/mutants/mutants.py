@@ -2194,6 +2194,22 @@ MUTANTS = (
         test="tests/ops/test_experts.py::test_result_and_gradients_are_those_of_plain_pytorch[swiglu-plain-base]",
     ),
     Mutant(
+        "a score after the product of an expert, whose results are weighted in place of hidden values",
+        file="csrc/experts/experts.cpp",
+        text="""\
+    const Tensor h = scaled(activated(hidden(rows_of(slot(kExpertsX), group), group)), score);
+    const Tensor out = sorted.narrow(0, group.first, group.count);
+    multiply(kExpertsDown, out, h, group, /*back=*/false, /*add=*/false);
+""",
+        defect="""\
+    const Tensor h = activated(hidden(rows_of(slot(kExpertsX), group), group));
+    const Tensor out = sorted.narrow(0, group.first, group.count);
+    multiply(kExpertsDown, out, h, group, /*back=*/false, /*add=*/false);
+    out.copy_(scaled(out, score));
+""",
+        test="tests/ops/test_experts.py::test_the_weight_comes_before_the_last_product",
+    ),
+    Mutant(
         "what comes through an adapter of experts takes the place of the rest",
         file="csrc/experts/adapters.cpp",
         text="multiply(a, din, dlow, group, /*back=*/true, /*add=*/true)",

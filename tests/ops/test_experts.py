@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ckptfused import profile
-from ckptfused.eager.experts import eager_experts
+from ckptfused.eager.experts import eager_experts, experts_activation
 from ckptfused.ops.experts import experts
 from ckptfused.spec.experts import CLAMPED, ExpertsSpec, parse_experts
 from tests.accounting import saved_bytes
@@ -127,6 +127,27 @@ def test_first_and_second_derivatives_are_those_of_differences(name: str) -> Non
     run = lambda *given: Inputs(given[0], inputs.ids, *given[1:]).run(spec)  # noqa: E731
     assert torch.autograd.gradcheck(run, inputs.variables)
     assert torch.autograd.gradgradcheck(run, inputs.variables)
+
+
+@pytest.mark.parametrize("name", ["reglu interleaved", "relu2 without a gate"])
+def test_the_weight_comes_before_the_last_product(name: str) -> None:
+    """In bfloat16, of small integers: all sums are exact, and what is rounded are weighted hidden values and results.
+    With the weight after the product, as Hugging Face has it, the bits are others."""
+    spec, exact = SPECS[name], torch.float64
+    given = make(spec, bias=False, rank=0, k=2, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for t in (given.x, given.up, given.down):
+            t.copy_(torch.randint(-2, 3, t.shape))
+    up, down = given.up.to(exact)[given.ids], given.down.to(exact)[given.ids]
+    h = experts_activation(torch.einsum("nkic,nc->nki", up, given.x.to(exact)), spec)
+    assert torch.equal(h.bfloat16().to(exact), h)
+    score = given.weights.to(exact)[..., None]
+    product = lambda rows: torch.einsum("nkci,nki->nkc", down, rows.to(exact)).bfloat16()  # noqa: E731
+    first, after = product((h * score).bfloat16()), (product(h).to(exact) * score).bfloat16()
+    combined = lambda results: results.float().sum(1).bfloat16()  # noqa: E731
+    for run in (Inputs.run, Inputs.run_eager):
+        assert torch.equal(run(given, spec), combined(first))
+    assert not torch.equal(combined(after), combined(first))
 
 
 ROUTES = {
