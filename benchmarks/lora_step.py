@@ -119,9 +119,10 @@ def variants(sizes: AdapterSizes) -> Steps:
 
 
 def goals(sizes: AdapterSizes) -> list[Goal]:
-    ways = (CONVERTED,) if sizes.bits == 16 else (CONVERTED, CHUNKED, LEAST)
+    ways = (CONVERTED,) if sizes.bits == 16 else (CONVERTED, CHUNKED, LEAST, TILED)
     times = [Goal(way, CHECKPOINTED, 0.8) for way in ways]
-    return times if sizes.bits == 16 else [*times, Goal(LEAST, CHECKPOINTED, 0.35, "peak", "peak")]
+    least = () if sizes.bits == 16 else (LEAST, TILED)
+    return [*times, *(Goal(way, CHECKPOINTED, 0.35, "peak", "peak") for way in least)]
 
 
 def shape(sizes: AdapterSizes, rows: Rows) -> str:
