@@ -20,11 +20,11 @@ import datasets
 import peft
 import tokenizers
 import trl
-from transformers import PreTrainedTokenizerFast
+from transformers import BitsAndBytesConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import ckptfused
 from tests.models.compare import close, run
-from tests.models.small import llama
+from tests.models.small import llama, unfused
 from tests.models.test_loss_head import chunked, is_chunked
 from tests.models.test_trainer import assert_curves_agree
 from tests.models.zoo import VOCABULARY, ZOO, randomize, text_batch
@@ -66,9 +66,9 @@ def trainer(model: Any, folder: Path, **options: Any) -> Any:
     return trl.SFTTrainer(model, arguments, train_dataset=texts(), processing_class=tokenizer())
 
 
-def preferring(model: Any, folder: Path) -> Any:
+def preferring(model: Any, folder: Path, **options: Any) -> Any:
     """What learns preferences beside the model without its adapters."""
-    arguments = trl.DPOConfig(str(folder), **COMMON)
+    arguments = trl.DPOConfig(str(folder), **COMMON | options)
     return trl.DPOTrainer(model, args=arguments, train_dataset=preferences(), processing_class=tokenizer())
 
 
@@ -103,6 +103,29 @@ def test_adapters_on_weights_in_4_bits(make: Callable[[Any, Path], Any], tmp_pat
         p.requires_grad_(False)
     config = peft.LoraConfig(r=4, init_lora_weights=False, target_modules=["q_proj", "v_proj", "down_proj"])
     agrees(peft.get_peft_model(base, config).train(), "fused", make, tmp_path)
+
+
+@pytest.mark.parametrize("make", [trainer, preferring], ids=["SFT", "DPO"])
+@pytest.mark.parametrize("prepared", [False, True])
+def test_a_model_loaded_in_4_bits(make: Callable[[Any, Path], Any], prepared: bool, tmp_path: Path) -> None:
+    """QLoRA as it is loaded: PEFT's layers are those of bitsandbytes then, and TRL casts adapters to bfloat16, to whose
+    rounding the losses agree."""
+    pytest.importorskip("bitsandbytes")
+    llama().save_pretrained(tmp_path / "base")
+    how = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": torch.bfloat16}
+    stored = BitsAndBytesConfig(load_in_4bit=True, **how)
+    base = LlamaForCausalLM.from_pretrained(tmp_path / "base", quantization_config=stored, dtype=torch.bfloat16)
+    if prepared:
+        base = peft.prepare_model_for_kbit_training(base, use_gradient_checkpointing=False)
+    config = peft.LoraConfig(r=4, init_lora_weights=False, target_modules=["q_proj", "v_proj", "down_proj"])
+    plain = peft.get_peft_model(base, config).train()
+    assert isinstance(plain.model.model.layers[0].mlp.down_proj, peft.tuners.lora.Linear4bit)
+    ours = copy.deepcopy(plain)
+    ckptfused.convert(ours)
+    with unfused() as reasons:
+        found = losses(make(ours, tmp_path / "ours", bf16=True))
+    assert not reasons and {p.dtype for p in ours.parameters() if p.requires_grad} == {torch.bfloat16}
+    assert found == pytest.approx(losses(make(plain, tmp_path / "plain", bf16=True)), rel=2**-7)
 
 
 @pytest.mark.parametrize("make", [trainer, preferring], ids=["SFT", "DPO"])
