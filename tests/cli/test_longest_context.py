@@ -207,7 +207,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert main([*command, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     tokens = {name: row["tokens"] for name, row in found["variants"].items()}
-    assert list(tokens) == list(VARIANTS) and list(tokens.values()) == sorted(tokens.values())
+    assert [*tokens, PAIRED] == list(VARIANTS) and list(tokens.values()) == sorted(tokens.values())
     for name in (CHECKPOINTED, VARIANTS[-1]):
         row = found["variants"][name]
         model = build_language_model(config, name, torch.bfloat16, 4)
