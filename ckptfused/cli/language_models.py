@@ -38,7 +38,7 @@ _OPTIONS: tuple[dict[str, Any], ...] = (
 _CONVERSIONS = {_call(**options): options for options in _OPTIONS}
 CONVERTED, CHUNKED, LEAST, OFFLOADED = _CONVERSIONS
 PAIRED = f"{OFFLOADED}, in segments of two"
-"""`CheckpointPolicy.segments(layers // 2, …)`: half of the inputs wait on the host, each second layer is made again."""
+"""`CheckpointPolicy.segments((layers + 1) // 2, …)`: half of the inputs on the host, each second layer made again."""
 VARIANTS = (UNCONVERTED_MODEL, CHECKPOINTED, CONVERTED, CHUNKED, LEAST, OFFLOADED, PAIRED)
 
 # Of whose layers all are alike, or repeat as the configuration's layer_types say.
@@ -162,6 +162,8 @@ def _vary(model: Any, variant: str, adapted: bool) -> bool:
         installed = install(model, CheckpointPolicy.uniform(**options, **limits))
         if variant == PAIRED:
             pairs = (len(installed.layers) + 1) // 2
+            if not pairs:
+                return False
             installed = install(model, CheckpointPolicy.segments(pairs, **options, **limits))
         return bool(installed.heads) or variant == CONVERTED
     return True

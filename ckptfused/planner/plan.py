@@ -172,16 +172,15 @@ class _Planner:
         self._whole, self._costs = whole, own
         self._fronts = [(costs, frontier.Front(costs.units)) for costs in own.apart()]
         self._known: dict[CheckpointPolicy, int] = {}
+        self._tried: dict[CheckpointPolicy, tuple[Counted, int]] = {}
 
     def within(self, budget: int) -> Plan:
         """**Raises** `BudgetError`."""
-        place = self._place(budget) or self._lowest()
-        if place is None or min(self._known.values()) > budget:
-            least = min(self._known, key=lambda policy: (self._known[policy], policy.digest))
-            model, kind, whole = self._steps.meta_copy, self._steps.device.kind, self._shards == 1
-            raise BudgetError(*not_enough(self._costs, budget, self._known[least], least, model, kind, whole))
-        counted, found = place
+        counted, found = self._place(budget) or self._leanest()
         policy = counted.policy(found)
+        if (least := self._peak(policy)) > budget:
+            model, kind, whole = self._steps.meta_copy, self._steps.device.kind, self._shards == 1
+            raise BudgetError(*not_enough(self._costs, budget, least, policy, model, kind, whole))
         profile = self._steps.of(policy)
         head: dict[str, Any] = {"loss": policy.loss, "loss_scratch": policy.loss_scratch}
         return Plan(
@@ -207,12 +206,11 @@ class _Planner:
                 return counted, found
         return None
 
-    def _lowest(self) -> tuple[Counted, int] | None:
-        """Where nothing fitted: what needs least, found by lower and lower budgets; None: it was predicted already."""
-        place = None
-        while (lower := self._place(min(self._known.values()) - 1)) is not None:
-            place = lower
-        return place
+    def _leanest(self) -> tuple[Counted, int]:
+        """Where nothing fitted: what needs least of all that was tried, by lower and lower budgets."""
+        while self._place(min(self._known.values()) - 1) is not None:
+            pass
+        return self._tried[min(self._known, key=lambda policy: (self._known[policy], policy.digest))]
 
     def _counted(self) -> Counted:
         def policy(costs: Costs, front: frontier.Front, place: int) -> CheckpointPolicy:
@@ -239,7 +237,8 @@ class _Planner:
             guess = min(max(guess, fits + 1), exceeds - 1)
             if guess <= fits:
                 break
-            needed = self._peak(counted.policy(guess))
+            needed = self._peak(policy := counted.policy(guess))
+            self._tried[policy] = counted, guess
             beyond = needed - counted.peaks[guess]
             fits, exceeds = (guess, exceeds) if needed <= budget else (fits, guess)
         return fits if fits >= 0 else None

@@ -81,7 +81,8 @@ def _waiting(steps: PredictedSteps, costs: Costs) -> list[CheckpointPolicy]:
     options = {"offload": True, **costs.heads[-1].options}
     for length in range(2, count):
         many = ceil(count / length)
-        if (many - 1) * needed > costs.host_memory * (count - 1):  # the last one's input stays where it is
+        # The last one's input stays where it is, and the first one's where embeddings are frozen.
+        if (many - 2) * needed > costs.host_memory * (count - 1):
             continue
         found = [CheckpointPolicy.segments(many, scratch=scratch, **options) for scratch in (None, SCRATCHES[0])]
         if steps.of(found[0]).host <= costs.host_memory:

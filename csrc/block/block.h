@@ -3,6 +3,7 @@
 #include "ops/torch.h"
 
 #include <initializer_list>
+#include <limits>
 #include <optional>
 #include <string>
 #include <vector>
@@ -227,7 +228,7 @@ class Block {
   at::Tensor dequantized(const QuantizedSlots& stored);
   bool numbers_fit(int first) const;  // those of slots from there on, in scratch
   class HeldWeights;
-  bool holds_weights_ = false;
+  int held_from_ = std::numeric_limits<int>::max();  // the first slot whose numbers stay
 
   // frame.cpp
   struct Rows {

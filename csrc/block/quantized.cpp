@@ -73,7 +73,7 @@ Tensor Block::dequantized(const QuantizedSlots& stored) {
   const Tensor made =
       call::dequantize(codes, state, stored.spec->form, weight_sizes(stored.weight), P_);
   counted_launch("dequantize", int64_t(codes.nbytes() + made.nbytes()));
-  if (holds_weights_) held = made;
+  if (stored.weight >= held_from_) held = made;
   return made;
 }
 

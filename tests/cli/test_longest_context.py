@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import ckptfused
 from ckptfused.cli import context, main
@@ -23,6 +24,7 @@ from ckptfused.cli.language_models import (
     VARIANTS,
     Trained,
     build_language_model,
+    varied,
 )
 from ckptfused.cli.longest_context import language_step, longest
 from ckptfused.profiler import Profile, profile
@@ -229,6 +231,11 @@ def test_the_shortest_that_is_tried_may_be_too_long() -> None:
 
     with pytest.raises(ValueError, match="no row 255 in a table of 128; 256 is the shortest that is tried, --step"):
         longest(step_of, 1 << 30)
+
+
+def test_a_model_without_layers_has_no_segments() -> None:
+    model = nn.Sequential(nn.Embedding(64, 32), nn.Linear(32, 64))
+    assert varied(model, PAIRED) is None
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ import bitsandbytes
 
 import ckptfused
 from ckptfused.compat.quantizers import four_bit_layers, repacked
+from ckptfused.layer.quantized import stored_weight
 from tests.models.compare import equal, gradients, run
 from tests.models.small import llama, unfused
 from tests.models.zoo import text_batch
@@ -228,6 +229,12 @@ def test_4_bits_without_a_state_raise(place: int) -> None:
     layer.weight.quant_state = layer.quant_state = None
     with pytest.raises(RuntimeError, match="4 bits without the state that belongs to it"):
         ckptfused.convert(model, loss="chunked")(**text_batch())
+
+
+def test_a_weight_of_another_shape_is_not_quantized_yet() -> None:
+    layer = bitsandbytes.nn.Linear4bit(64, 32, bias=False)
+    layer.weight = bitsandbytes.nn.Params4bit(torch.randn(40, 64), requires_grad=False)
+    assert "not quantized yet" in str(stored_weight(layer, torch.float32, "q"))
 
 
 def test_evaluations_of_a_compiled_model_break_no_graph() -> None:

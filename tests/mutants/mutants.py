@@ -271,6 +271,13 @@ MUTANTS = (
         test="tests/ops/test_quantized.py::test_a_weight_is_freed_before_the_next_one[600000-separate]",
     ),
     Mutant(
+        "tiles of an FFN that share the attention's weights, too",
+        file="csrc/block/quantized.cpp",
+        text="if (stored.weight >= held_from_) held = made;",
+        defect="if (held_from_ < std::numeric_limits<int>::max()) held = made;",
+        test="tests/ops/test_quantized.py::test_tiles_of_the_ffn_share_its_weights_alone[cuda]",
+    ),
+    Mutant(
         "weights of a tile that are numbers at once",
         file="csrc/block/params.cpp",
         text="  for (const Part& part : parts) {\n    joined_.weight.narrow(",

@@ -13,7 +13,18 @@ pytest.importorskip("bitsandbytes")
 
 from ckptfused import cost, functional
 from ckptfused.compat.torch_memory import allocations
-from ckptfused.spec import AUX_NAMES, KEEP_PRESETS, QUANT_SLOTS, BlockSpec, Quantized, param_names, parse
+from ckptfused.spec import (
+    AUX_NAMES,
+    KEEP_PRESETS,
+    QUANT_SLOTS,
+    AttentionSpec,
+    BlockSpec,
+    FFNSpec,
+    Quantized,
+    param_names,
+    param_shapes,
+    parse,
+)
 from tests.cases import TILED, Case, all_pairs, by_turns
 from tests.oracle import Inputs, make_inputs
 from tests.quantized import EVERY_WAY, quantized, stored
@@ -165,6 +176,28 @@ def test_a_weight_is_freed_before_the_next_one(scratch: int, weights: str) -> No
     beside = max(sizes) // 4 // 16 * 4 + joined  # nested scales: a float32 for 16 numbers at least
     assert sum(sizes) - max(sizes) < most if scratch == 700_000 else max(sizes) <= most <= max(sizes) + beside
     assert joined == (2 * 64 * case.width * 4 if scratch == 1 else 0)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_tiles_of_the_ffn_share_its_weights_alone(device: str) -> None:
+    """Not those of the attention that backward makes again on the way. A layer of Llama-3-8B, 32,768 tokens."""
+    half = lambda names: tuple(Quantized(name, "nf4", 64) for name in names.split())  # noqa: E731
+    attn = AttentionSpec(32, 8, 128, pre="rmsnorm", causal=True, rope="half", quant=half("q k v o"))
+    ffn = FFNSpec("swiglu", 14336, pre="rmsnorm", quant=half("gate up down"))
+    spec = BlockSpec(attn=attn, ffn=ffn).with_keep("inputs")
+    names = [name for name in param_shapes(spec, 4096) if not name.endswith("_b")]
+    types = {name: torch.float32 if ".quant" in name else torch.bfloat16 for name in names}
+    ledger = cost.count(spec, 1, 32768, 4096, torch.bfloat16, params=types, needs=("x",), device=device)
+    alive: dict[int, int] = {}
+    most = 0
+    for kind, name, _, sizes, _ in ledger.events:
+        if kind == "allocation" and name == "weight of":
+            alive[sizes[0]] = sizes[1]
+        elif kind == "release":
+            alive.pop(sizes[0], None)
+        most = max(most, sum(alive.values()))
+    one = 2 * 4096 * 14336
+    assert most == 3 * one if device == "cuda" else one <= most < 2 * one  # 336 MiB are above the limit of a CPU
 
 
 def test_second_derivatives() -> None:

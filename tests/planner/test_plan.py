@@ -169,6 +169,40 @@ def test_segments_wait_on_the_host_where_it_has_no_room_for_all_layers() -> None
     assert found.policy.is_divided and all(mode.offload for mode in found.policy.modes(12))
 
 
+@pytest.mark.slow
+def test_an_input_that_frozen_embeddings_have_stay_leaves_room_for_another() -> None:
+    """Segments of two where of six inputs four wait on the host."""
+
+    def made() -> Any:
+        model = llama(num_hidden_layers=12)
+        model.model.embed_tokens.weight.requires_grad_(False)
+        return model
+
+    model, batch = on_meta(made), tokens(32)
+    pairs = CheckpointPolicy.segments(6, offload=True, loss="chunked", loss_scratch=64 << 20)
+    convert(model, policy=pairs)
+    step = ckptfused.profile(model, batch, ADAMW, device="h200")
+    assert step.host == 4 * 32 * 128 * 64 * 4
+    found = plan(on_meta(made), batch, step.peak, ADAMW, "h200", host_memory=step.host)
+    assert found.peak <= step.peak and found.profile.host <= step.host
+
+
+@pytest.mark.slow
+def test_a_budget_between_two_that_were_tried() -> None:
+    """Encoder and decoder, of which segments are looked for: the plan is the one that fits, not one tried beside it."""
+    sizes = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 3, "num_heads": 4}
+    config = T5Config(vocab_size=512, decoder_start_token_id=0, use_cache=False, **sizes)
+    ids = torch.randint(0, 64, (16, 128))
+    batch = {"input_ids": ids, "labels": ids}
+    how: Any = {"optimizer": ADAMW, "device": "h200", "host_memory": "1MiB"}
+    with pytest.raises(BudgetError) as refused:
+        plan(on_meta(lambda: T5ForConditionalGeneration(config)), batch, 1, **how)
+    least = refused.value.least
+    for budget in (least, max(least, 25_428_040), max(least, 25_936_600)):
+        found = plan(on_meta(lambda: T5ForConditionalGeneration(config)), batch, budget, **how)
+        assert found.peak == found.profile.peak <= budget
+
+
 def masked(**sizes: Any) -> Any:
     return BertForMaskedLM(BertConfig(**BERT | {"num_hidden_layers": 4} | sizes)).train()
 
