@@ -176,11 +176,8 @@ class _Planner:
 
     def within(self, budget: int) -> Plan:
         """**Raises** `BudgetError`."""
-        counted, found = self._place(budget) or self._leanest()
+        counted, found = self._place(budget) or self._leanest(budget)
         policy = counted.policy(found)
-        if (least := self._peak(policy)) > budget:
-            model, kind, whole = self._steps.meta_copy, self._steps.device.kind, self._shards == 1
-            raise BudgetError(*not_enough(self._costs, budget, least, policy, model, kind, whole))
         profile = self._steps.of(policy)
         head: dict[str, Any] = {"loss": policy.loss, "loss_scratch": policy.loss_scratch}
         return Plan(
@@ -206,11 +203,15 @@ class _Planner:
                 return counted, found
         return None
 
-    def _leanest(self) -> tuple[Counted, int]:
-        """Where nothing fitted: what needs least of all that was tried, by lower and lower budgets."""
-        while self._place(min(self._known.values()) - 1) is not None:
+    def _leanest(self, budget: int) -> tuple[Counted, int]:
+        """What needs least of all that was tried, by lower and lower budgets. **Raises** `BudgetError`."""
+        while self._place(min(map(self._peak, self._tried)) - 1) is not None:
             pass
-        return self._tried[min(self._known, key=lambda policy: (self._known[policy], policy.digest))]
+        policy = min(self._tried, key=lambda policy: (self._known[policy], policy.digest))
+        if (least := self._known[policy]) > budget:
+            model, kind, whole = self._steps.meta_copy, self._steps.device.kind, self._shards == 1
+            raise BudgetError(*not_enough(self._costs, budget, least, policy, model, kind, whole))
+        return self._tried[policy]
 
     def _counted(self) -> Counted:
         def policy(costs: Costs, front: frontier.Front, place: int) -> CheckpointPolicy:
