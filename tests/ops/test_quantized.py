@@ -146,11 +146,9 @@ def test_the_ledger_is_the_allocators(case: Case, backward: bool) -> None:
     assert peak == ledger.peak
 
 
-def numbers_at_once(spec: BlockSpec, case: Case, inputs: Inputs, frozen: dict[str, Tensor]) -> tuple[int, int]:
-    """The most bytes of dequantized weights that a backward has at a time, and those of gate and up that a tile of
-    columns has in one buffer."""
-    types = {name: t.dtype for name, t in (inputs.params | frozen).items()}
-    ledger = cost.count(spec, case.batch, case.tokens, case.width, torch.float32, params=types, needs=("x",))
+def numbers_at_once(ledger: cost.Ledger) -> tuple[int, int]:
+    """The most bytes of dequantized weights that there are at a time, and those of gate and up that a tile of columns
+    has in one buffer."""
     alive: dict[int, int] = {}
     most = joined = 0
     for kind, name, _, sizes, _ in ledger.events:
@@ -172,7 +170,9 @@ def test_a_weight_is_freed_before_the_next_one(scratch: int, weights: str) -> No
     spec, frozen, numbers = quantized(case.spec(), inputs)
     sizes = [t.nbytes for t in numbers.values()]
     assert sum(sizes) == 655_360
-    most, joined = numbers_at_once(spec, case, inputs, frozen)
+    types = {name: t.dtype for name, t in (inputs.params | frozen).items()}
+    ledger = cost.count(spec, case.batch, case.tokens, case.width, torch.float32, params=types, needs=("x",))
+    most, joined = numbers_at_once(ledger)
     beside = max(sizes) // 4 // 16 * 4 + joined  # nested scales: a float32 for 16 numbers at least
     assert sum(sizes) - max(sizes) < most if scratch == 700_000 else max(sizes) <= most <= max(sizes) + beside
     assert joined == (2 * 64 * case.width * 4 if scratch == 1 else 0)
@@ -188,14 +188,7 @@ def test_tiles_of_the_ffn_share_its_weights_alone(device: str) -> None:
     names = [name for name in param_shapes(spec, 4096) if not name.endswith("_b")]
     types = {name: torch.float32 if ".quant" in name else torch.bfloat16 for name in names}
     ledger = cost.count(spec, 1, 32768, 4096, torch.bfloat16, params=types, needs=("x",), device=device)
-    alive: dict[int, int] = {}
-    most = 0
-    for kind, name, _, sizes, _ in ledger.events:
-        if kind == "allocation" and name == "weight of":
-            alive[sizes[0]] = sizes[1]
-        elif kind == "release":
-            alive.pop(sizes[0], None)
-        most = max(most, sum(alive.values()))
+    most, _ = numbers_at_once(ledger)
     one = 2 * 4096 * 14336
     assert most == 3 * one if device == "cuda" else one <= most < 2 * one  # 336 MiB are above the limit of a CPU
 
