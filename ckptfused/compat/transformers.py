@@ -34,6 +34,13 @@ def checkpoint_of(layer: nn.Module) -> Callable[..., Any] | None:
     return found if callable(found) else None
 
 
+def beneath_checkpoint(cls: Any) -> Callable[..., Any] | None:
+    """The forward that a class was written with, below Hugging Face's checkpoint of it; None for any other forward.
+    `forward_with_checkpointing`, by `functools.wraps`, from 5.23 on."""
+    name = getattr(getattr(cls.forward, "__code__", None), "co_name", "")
+    return cls.forward.__wrapped__ if name == "forward_with_checkpointing" else None  # type: ignore[no-any-return]
+
+
 def checkpoints_with_cache(layer: nn.Module) -> bool:
     """Whether a checkpointed layer keeps its cache. `_can_checkpoint_with_cache`: not in 5.14, in 5.18 to 5.23."""
     return getattr(layer, "_can_checkpoint_with_cache", False)

@@ -25,7 +25,12 @@ from ckptfused.models.experts.read import is_experts
 from ckptfused.models.experts.routing import routes_once, run_once
 from ckptfused.models.family import FAMILIES
 from ckptfused.models.heads.loss_forward import HeadForward, installed
-from ckptfused.models.hf_checkpointing import as_it_would, checkpoints_itself, let_converted_through
+from ckptfused.models.hf_checkpointing import (
+    as_it_would,
+    checkpoints_itself,
+    in_place_of_checkpoint,
+    let_converted_through,
+)
 from ckptfused.offload import Offloader, saving
 from ckptfused.ops.enclosing_checkpoint import hidden_from_it
 from ckptfused.recompute.joined_calls import NotChainedError, Segment, chained, goes_on, may_be_chained, not_made_again
@@ -126,17 +131,22 @@ class ConvertedForward:
         return self.unfused(reason, args, kwargs)
 
     def unfused(self, reason: Reason, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The layer's own forward, checkpointed unless the reason forbids it or it checkpoints itself."""
+        """The layer's own forward, checkpointed unless the reason forbids it or it checkpoints itself; with experts that
+        save their inputs alone, run once in either case."""
         layer = self.layer
         refuse_tensor_parallel(layer, apart=is_experts)
         if self.family is not None and not self.paused:
             FAMILIES[self.family].refuse_original(layer, reason.text)
         forward = self.before or functools.partial(type(layer).forward, layer)
+        not_ours = reason.original or not torch.is_grad_enabled() or lent_weights(layer) or under_foreign_mode()
         if checkpoints_itself(layer):
             not_made_again()
             with self._saving(args, kwargs):
-                return as_it_would(layer, forward, args, kwargs)
-        if reason.original or not torch.is_grad_enabled() or lent_weights(layer) or under_foreign_mode():
+                if not_ours or self.before is not None or not routes_once(layer, self._input(args, kwargs)):
+                    return as_it_would(layer, forward, args, kwargs)
+                with hidden_from_it(layer):
+                    return in_place_of_checkpoint(functools.partial(run_once, layer), layer, args, kwargs)
+        if not_ours:
             if self.mode is not None:
                 not_made_again()
             with entered():

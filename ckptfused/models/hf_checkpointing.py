@@ -16,6 +16,7 @@ from torch import nn
 from ckptfused.compat.patches import LOCK
 from ckptfused.compat.torch_modules import REPLICATE
 from ckptfused.compat.transformers import (
+    beneath_checkpoint,
     checkpoint_of,
     checkpointing_layer,
     checkpoints_with_cache,
@@ -67,10 +68,34 @@ def checkpoints_itself(layer: nn.Module) -> bool:
 def as_it_would(layer: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`forward` as a layer runs it that `checkpoints_itself`, be it in `__call__`, which was not entered, or there."""
     checkpoint = checkpoint_of(layer)
-    if checkpoint is None or not is_checkpointing_layer(layer) or "__call__" not in vars(checkpointing_layer()):
+    if checkpoint is None or not is_checkpointing_layer(layer) or not _in_call():
         return forward(*args, **kwargs)
+    return checkpoint(functools.partial(forward, **_without_cache(layer, kwargs)), *args)
+
+
+def in_place_of_checkpoint(
+    run: Callable[..., Any], layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """`run` of the forward of a layer that `checkpoints_itself`, with the arguments that its checkpoint would give it.
+
+    A layer whose checkpoint is elsewhere, in a forward of its own, is run with it.
+    """
+    cls = type(layer)
+    forward = None
+    if is_checkpointing_layer(layer):
+        forward = cls.forward if _in_call() else beneath_checkpoint(cls)
+    if forward is None:
+        return cls.forward(layer, *args, **kwargs)
+    return run(functools.partial(forward, layer), *args, **_without_cache(layer, kwargs))
+
+
+def _in_call() -> bool:
+    return "__call__" in vars(checkpointing_layer())
+
+
+def _without_cache(layer: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
     if kwargs.get("use_cache"):
         kwargs = {**kwargs, "use_cache": False}
     if not checkpoints_with_cache(layer):
         kwargs = {name: None if name in CACHES else value for name, value in kwargs.items()}
-    return checkpoint(functools.partial(forward, **kwargs), *args)
+    return kwargs

@@ -176,9 +176,18 @@ def _masked_select(copies: list[Tensor], x: Tensor, mask: Tensor) -> Tensor:
     return x.new_empty(prod(torch.broadcast_shapes(x.shape, mask.shape))) if x.is_meta else x.masked_select(mask)
 
 
+def _bincount(copies: list[Tensor], x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    """The `minlength` counts that a caller asks for, who knows how many there are: of experts, say."""
+    if not x.is_meta or not minlength:
+        return aten.bincount(x, weights, minlength)  # type: ignore[no-any-return]
+    dtype = torch.int64 if weights is None else torch.float32 if weights.dtype == torch.float32 else torch.float64
+    return x.new_empty(minlength, dtype=dtype)
+
+
 SELECTING: dict[Any, Callable[..., Any]] = {aten.nonzero: _nonzero, aten.masked_select: _masked_select}
 """Ops whose values decide how much there is, and the most that may be."""
 _STAND_INS: dict[Any, Callable[..., Any]] = SELECTING | {
+    aten.bincount: _bincount,
     aten._ctc_loss: _ctc_loss,
     aten._ctc_loss_backward: _ctc_loss_backward,
     aten.native_group_norm: _group_norm,

@@ -449,6 +449,9 @@ def test_transformers() -> None:
         warnings.simplefilter("ignore", FutureWarning)  # of its new name
         model.gradient_checkpointing_enable()
     assert callable(made.checkpoint_of(layer)) and isinstance(made.checkpoints_with_cache(layer), bool)
+    in_call, beneath = "__call__" in vars(made.checkpointing_layer()), made.beneath_checkpoint(type(layer))
+    assert beneath is None if in_call else [*inspect.signature(beneath).parameters][:2] == ["self", "hidden_states"]
+    assert made.beneath_checkpoint(nn.Linear) is None
     assert made.attention_implementation(model.config) == "sdpa" and made.attention_function("eager") is None
     assert callable(made.attention_function("sdpa"))
     assert made.pretrained_model() is hf.PreTrainedModel and made.knows(hf.AutoModelForCausalLM, config)

@@ -157,6 +157,22 @@ def test_counts_of_experts_as_a_cpu_makes_them() -> None:
     assert (predicted.peak, predicted.saved) == (measured.peak, measured.saved)
 
 
+@pytest.mark.parametrize("weighted", [None, torch.float32, torch.bfloat16], ids=str)
+def test_counts_of_as_many_experts_as_there_are(weighted: torch.dtype | None) -> None:
+    """Without data nobody knows the highest id, of which `bincount` makes its length."""
+
+    def forward(m: Layers, x: Tensor) -> Tensor:
+        y = m.a(x)
+        ids = torch.zeros(N, dtype=torch.int64, device=y.device)
+        weights = None if weighted is None else torch.ones(N, dtype=weighted, device=y.device)
+        return y * torch.bincount(ids, weights, minlength=1000).sum().to(y.dtype)
+
+    model, x = Layers(forward), torch.randn(N, C)
+    predicted, measured = profile(model, x, device="cpu"), profile(model, x)
+    assert predicted.notes == ()
+    assert (predicted.peak, predicted.saved) == (measured.peak, measured.saved)
+
+
 def test_predictions_in_two_threads() -> None:
     """Each is told of its own device."""
     wrong: list[str] = []

@@ -20,7 +20,7 @@ from ckptfused.spec.experts import CLAMPED, ExpertsSpec
 
 COMPUTED_AS_SAID = ("eager", "grouped_mm", "batched_mm", None)
 """Implementations that compute what the flags say; others (deepgemm, sonicmoe, kernels of a hub) are left alone."""
-_FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated")
+_FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 _NEAR = 1e-5  # some classes compute in float32 whatever they are given
 _LIMITS, _ALPHAS = ("limit", "swiglu_limit"), ("alpha", "swiglu_alpha")
 
@@ -116,7 +116,7 @@ def read_experts(module: Any, implementation: Any, gathered_later: bool = False)
         return Reason(f"its implementation is {implementation!r}")
     if any(not hasattr(module, flag) for flag in _FLAGS):
         return Reason("its class does not say how its weights are stored")
-    if module.has_post_expert_norm:
+    if getattr(module, "has_post_expert_norm", False):  # not before transformers 5.20
         return Reason("a norm follows each expert")
     for name in getattr(module, "parametrizations", ()):
         if not isinstance(stack := stored_stack(module, name), Stack):
