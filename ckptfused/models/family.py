@@ -77,7 +77,7 @@ Steps = Sequence[Fused | Generic]
 def checkpointed(layer: nn.Module, step: Generic, x: Tensor) -> Any:
     """What a step of a layer makes of x: it is replayed in backward, but for experts that are ours and their router."""
     if routes_once(layer, x):
-        return run_once(layer, step.function, x, *step.args, **step.kwargs)
+        return run_once(layer, x, step.function, x, *step.args, **step.kwargs)
     if not torch.is_grad_enabled() or under_foreign_mode():
         with entered():
             return step.function(x, *step.args, **step.kwargs)

@@ -138,14 +138,15 @@ class ConvertedForward:
         if self.family is not None and not self.paused:
             FAMILIES[self.family].refuse_original(layer, reason.text)
         forward = self.before or functools.partial(type(layer).forward, layer)
+        x = self._input(args, kwargs)
         not_ours = reason.original or not torch.is_grad_enabled() or lent_weights(layer) or under_foreign_mode()
         if checkpoints_itself(layer):
             not_made_again()
             with self._saving(args, kwargs):
-                if not_ours or self.before is not None or not routes_once(layer, self._input(args, kwargs)):
+                if not_ours or self.before is not None or not routes_once(layer, x):
                     return as_it_would(layer, forward, args, kwargs)
                 with hidden_from_it(layer):
-                    return in_place_of_checkpoint(functools.partial(run_once, layer), layer, args, kwargs)
+                    return in_place_of_checkpoint(functools.partial(run_once, layer, x), layer, args, kwargs)
         if not_ours:
             if self.mode is not None:
                 not_made_again()
@@ -157,8 +158,8 @@ class ConvertedForward:
             return forward(*args, **kwargs)
         args, kwargs = given
         with self._saving(args, kwargs), hidden_from_it(layer):
-            if self.before is None and routes_once(layer, self._input(args, kwargs)):
-                return run_once(layer, forward, *args, **kwargs)
+            if self.before is None and routes_once(layer, x):
+                return run_once(layer, x, forward, *args, **kwargs)
             return checkpoint(same_sdpa(forward), *args, **kwargs)
 
     def _saving(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None]:

@@ -26,6 +26,28 @@ from ckptfused.recompute.held import Held, check_unchanged
 from ckptfused.recompute.operations import Made, Operations, Read
 
 
+class _Here(threading.local):
+    operations: Operations | None = None
+    """Those that are recorded in this thread."""
+
+
+_here = _Here()
+
+
+@contextmanager
+def not_recorded() -> Iterator[None]:
+    """A context whose results are saved rather than made again: a checkpoint of their own makes them, say."""
+    recorded = _here.operations
+    if recorded is None or recorded.apart:
+        yield
+        return
+    recorded.apart = True
+    try:
+        yield
+    finally:
+        recorded.apart = False
+
+
 class _Kept:
     """A tensor as the hooks around the call have it, or as it is."""
 
@@ -119,10 +141,12 @@ class MadeAgain:
     def at_work(self) -> Iterator[None]:
         """A context whose operations are recorded, and what autograd saves in it is for `settle`."""
         push_saved_tensor_hooks(self._pack, _take)
+        around, _here.operations = _here.operations, self._operations
         try:
             with self._operations:
                 yield
         finally:
+            _here.operations = around
             pop_saved_tensor_hooks()
 
     def _pack(self, t: Tensor) -> _Saved | Held:

@@ -89,6 +89,8 @@ class Operations(DispatchMode):
         """The tensors that it did not make, each with its version when it was read."""
         self.own: dict[int, Tensor] = {}
         """The first results of `OWN`, by their operations."""
+        self.apart = False
+        """Whether what is called now is recorded by nobody, so that its results are there anyway."""
         self._numbers: dict[Any, int] = {}
         self._memory: dict[int, _Memory] = {}
 
@@ -98,7 +100,7 @@ class Operations(DispatchMode):
         can_be_repeated, writes = _kind(func)
         written = tensors_of(*(_argument(args, kwargs, *place) for place in writes)) if writes else []
         call = None
-        if can_be_repeated and all(map(_is_plain, given)) and all(map(self._is_made, written)):
+        if can_be_repeated and not self.apart and all(map(_is_plain, given)) and all(map(self._is_made, written)):
             call = self._call(func, args, kwargs, given)
         result = func(*args, **kwargs)
         made = [result] if isinstance(result, Tensor) else tensors_of(result)

@@ -28,6 +28,18 @@ def test_bytes_that_a_layer_keeps(keep: str, inputs: int) -> None:
     assert found == rows * (inputs * 2 * 32 + 3)
 
 
+def test_bytes_that_a_generic_layer_keeps() -> None:
+    """Its input, what attention made of it, and two ids and groups of two that the router chose, in a byte each."""
+    model = build("deepseek-v3", num_hidden_layers=1, first_k_dense_replace=0).bfloat16()
+    report = ckptfused.convert(model)
+    layer, rows = model.model.layers[0], 64
+    assert [found.path for found in report.layers] == ["generic"]
+    x = torch.randn(1, rows, 32, dtype=torch.bfloat16, requires_grad=True)
+    tables = model.model.rotary_emb(x, torch.arange(rows)[None])
+    found = saved_bytes(lambda: layer(x, position_embeddings=tables), layer, tables)
+    assert found <= rows * (2 * 2 * 32 + 8)
+
+
 @pytest.mark.parametrize("inside", ["mlp.gate", "post_attention_layernorm", "mlp.experts"])
 def test_a_weight_that_is_there_only_while_its_module_runs_is_not_read_later(
     inside: str, monkeypatch: pytest.MonkeyPatch
@@ -47,7 +59,7 @@ def _nothing_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(made_again.MadeAgain, "_is_proved", lambda *args: False)
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "olmoe", "glm4-moe", "granite-moe"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "olmoe", "deepseek-v3", "glm4-moe", "granite-moe"])
 def test_bits_are_those_of_a_layer_that_keeps_what_it_saves(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention draws masks, which the attention half's result is made again with."""
     model = build(name, attention_dropout=0.4)

@@ -107,14 +107,21 @@ def test_numbers(way: Way, shape: tuple[int, int], part: int, monkeypatch: pytes
     assert spec.sizes(*shape) == {slot: t.nbytes for slot, t in tensors.items() if t is not None}
 
 
-def in_numbers(model: nn.Module) -> nn.Module:
-    """The model in float64, with the numbers of its weights in the place of their words."""
+def in_numbers(model: Any) -> nn.Module:
+    """The model in float64, with the numbers of its weights in the place of their words, and a loss of that type."""
     for module in model.modules():
         if isinstance(module, (GPTQ_STAND_IN, AWQ_STAND_IN)):
             weight, bias = module.numbers().t().double(), module.bias
             bias = None if bias is None else bias.double()
             module.forward = lambda x, w=weight, b=bias: nn.functional.linear(x, w, b)
-    return model.double()
+    model.get_base_model().loss_function = loss_in_its_type
+    return model.double()  # type: ignore[no-any-return]
+
+
+def loss_in_its_type(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, **options: Any) -> torch.Tensor:
+    """transformers' own casts logits to float32: its loss of a model in float64 is the truth to half an ulp of that."""
+    assert logits.dtype == torch.float64
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
 def alike(way: Way, dtype: torch.dtype, make: Make, biased: bool) -> None:

@@ -2166,6 +2166,20 @@ MUTANTS = (
         test="tests/models/test_experts.py::test_a_router_is_called_once_a_step[deepseek-v3]",
     ),
     Mutant(
+        "a mixture's router is called again where Hugging Face checkpoints its layer",
+        file="ckptfused/models/forward.py",
+        text="if not_ours or self.before is not None or not routes_once(layer, x):",
+        defect="if True:",
+        test="tests/models/test_experts.py::test_a_router_under_hugging_faces_checkpointing[not reentrant-convert-enable-deepseek-v3]",
+    ),
+    Mutant(
+        "a generic mixture keeps what could be made again",
+        file="ckptfused/models/experts/routing.py",
+        text="again = MadeAgain() if saves_input_alone(layer, x) else None",
+        defect="again = None",
+        test="tests/models/test_experts_saved.py::test_bytes_that_a_generic_layer_keeps",
+    ),
+    Mutant(
         "what a saved tensor was is made again although it was changed in place",
         file="ckptfused/recompute/made_again.py",
         text="        if now != self._versions:\n",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -41,17 +41,25 @@ def routes_once(layer: nn.Module, x: Any) -> bool:
     return all(is_converted(module) and why_original(module, rows) is None for module in found)
 
 
-def run_once(layer: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls a function that calls a layer's router and experts, and keeps of it what they save.
+def run_once(layer: nn.Module, x: Tensor, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls a function of x that calls a layer's router and experts, and keeps of it what they save.
 
-    Norms and shared experts beside them are checkpointed each for itself; norms not within a checkpoint, which keeps
-    nothing of them: there gradients are summed in the order of `run_from_input`.
+    What is beside them and has several projections is checkpointed, each module for itself. All else is made again as
+    in `run_from_input`, where the layer `saves_input_alone`; elsewhere norms are checkpointed, too, but not within a
+    checkpoint, which keeps nothing of them: there gradients are summed in the order of `run_from_input`.
     """
+    again = MadeAgain() if saves_input_alone(layer, x) else None
     beside = beside_experts(layer)
-    if within_a_checkpoint():
+    if again is not None or within_a_checkpoint():
         beside = filter(_projections_follow, beside)
     with entered(), _checkpointed(beside):
-        return function(*args, **kwargs)
+        if again is None:
+            return function(*args, **kwargs)
+        with again.at_work():
+            made = function(*args, **kwargs)
+        again.settle(_proved.setdefault(layer, set()))
+        again.end()
+    return made
 
 
 def run_from_input(
@@ -110,7 +118,7 @@ def _projections_follow(module: nn.Module) -> bool:
     return sum(isinstance(inner, nn.Linear) for inner in module.modules()) > 1
 
 
-@contextlib.contextmanager
+@contextmanager
 def _checkpointed(modules: Iterator[nn.Module]) -> Iterator[None]:
     """A context in which calls of these modules keep their inputs alone."""
     own = [module for module in modules if "forward" not in vars(module)]

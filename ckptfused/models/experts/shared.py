@@ -20,6 +20,7 @@ from ckptfused.layer.quantized import unparametrized
 from ckptfused.layer.sdpa import same_sdpa
 from ckptfused.layer.spec_text import Mode
 from ckptfused.models.experts.read import SMALL, nearly_equal, trying
+from ckptfused.recompute.made_again import not_recorded
 from ckptfused.state.undone import without_trace
 
 _NAMES = ("gate_proj", "up_proj", "down_proj")
@@ -30,8 +31,12 @@ _proved: WeakKeyDictionary[nn.Module, tuple[Hashable, Reason | None]] = WeakKeyD
 
 def forward_beside(module: nn.Module) -> Callable[..., Any]:
     """What a module beside experts runs in its forward's place, and keeps its input alone: the FFN op, where it is such
-    an MLP, or a checkpoint."""
-    generic = partial(checkpoint, same_sdpa(partial(type(module).forward, module)))
+    an MLP, or a checkpoint, whose result is not made again."""
+
+    def generic(*args: Any, **kwargs: Any) -> Any:
+        with not_recorded():
+            return checkpoint(same_sdpa(partial(type(module).forward, module)), *args, **kwargs)
+
     if _NAMES[-1] not in module._modules:
         return generic
 
