@@ -131,8 +131,10 @@ class ConvertedForward:
         return self.unfused(reason, args, kwargs)
 
     def unfused(self, reason: Reason, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The layer's own forward, checkpointed unless the reason forbids it or it checkpoints itself; with experts that
-        save their inputs alone, run once in either case."""
+        """The layer's own forward, checkpointed unless the reason forbids it or it checkpoints itself.
+
+        With experts that save their inputs alone it runs once in either case.
+        """
         layer = self.layer
         refuse_tensor_parallel(layer, apart=is_experts)
         if self.family is not None and not self.paused:

@@ -28,7 +28,7 @@ from ckptfused.recompute.operations import Made, Operations, Read
 
 class _Here(threading.local):
     operations: Operations | None = None
-    """Those that are recorded in this thread."""
+    """What records operations in this thread."""
 
 
 _here = _Here()

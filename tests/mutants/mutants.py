@@ -2170,7 +2170,8 @@ MUTANTS = (
         file="ckptfused/models/forward.py",
         text="if not_ours or self.before is not None or not routes_once(layer, x):",
         defect="if True:",
-        test="tests/models/test_experts.py::test_a_router_under_hugging_faces_checkpointing[not reentrant-convert-enable-deepseek-v3]",
+        test="tests/models/test_experts.py::test_a_router_under_hugging_faces_checkpointing"
+        "[deepseek-v3-not reentrant-convert-enable]",
     ),
     Mutant(
         "a generic mixture keeps what could be made again",
