@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ckptfused.checkpoint import checkpoint
 from ckptfused.checks import autocast_enabled
 from ckptfused.compat.torch_dispatch import is_traceable_wrapper_subclass
 from ckptfused.cost.open_ledger import device_counted
@@ -18,13 +16,10 @@ from ckptfused.layer.hooks import LENT, lent_weights
 from ckptfused.layer.mask_patterns import by_place
 from ckptfused.layer.parts import Inputs, Parts, Reason
 from ckptfused.layer.projections import projection
-from ckptfused.layer.sdpa import same_sdpa, under_foreign_mode
 from ckptfused.layer.source import class_as_read, class_name, unread, vouch
 from ckptfused.layer.spec_text import Mode
-from ckptfused.models.experts.routing import routes_once, run_from_input, run_once, saves_input_alone
-from ckptfused.offload import follow
+from ckptfused.models.steps import Fused, Generic, Steps, inputs_made_again, run_steps
 from ckptfused.ops.call import Call
-from ckptfused.recompute.per_thread_tensors import entered
 from ckptfused.spec import NORMS, BlockSpec
 from ckptfused.spec.checks import check_choice
 
@@ -42,67 +37,13 @@ class Outcome(NamedTuple):
     """How many checkpointed pieces there are beside them, each of which saves its input."""
     reason: str = ""
     """Why there are such pieces."""
+    made_again: int = 0
+    """Of how many ops and pieces the input is made again, where a call allows it."""
 
     @property
     def path(self) -> str:
         """The path that the call took, in the words of `LayerReport.path`."""
         return "part" if self.generic else "fused"
-
-
-class Fused(NamedTuple):
-    """A step that is one op. `inputs.x` is what the layer was called with; the op gets the value at hand."""
-
-    parts: Parts
-    inputs: Inputs
-
-
-class Generic(NamedTuple):
-    """A step that the layer's own submodules make, checkpointed: `function(x, *args, **kwargs)`.
-
-    It returns the new x, or a tuple that begins with it; the rest goes to `Family.result`.
-    """
-
-    why: str
-    """Why it is not fused."""
-    function: Callable[..., Any]
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = MappingProxyType({})
-    saves_nothing: bool = False
-    """Whether autograd keeps nothing of it: then it is not checkpointed."""
-
-
-Steps = Sequence[Fused | Generic]
-
-
-def checkpointed(layer: nn.Module, step: Generic, x: Tensor) -> Any:
-    """What a step of a layer makes of x: it is replayed in backward, but for experts that are ours and their router."""
-    if routes_once(layer, x):
-        return run_once(layer, x, step.function, x, *step.args, **step.kwargs)
-    if not torch.is_grad_enabled() or under_foreign_mode():
-        with entered():
-            return step.function(x, *step.args, **step.kwargs)
-    return checkpoint(same_sdpa(step.function), x, *step.args, **step.kwargs)
-
-
-def run_steps(layer: nn.Module, mode: Mode, steps: Sequence[Call | Generic]) -> list[Any]:
-    """The x that a layer's steps make one after the other, and what its checkpointed pieces returned beside."""
-    x = next(step.x for step in steps if isinstance(step, Call))
-    rest: list[Any] = []
-    if len(steps) == 2:
-        call, then = steps
-        if isinstance(call, Call) and isinstance(then, Generic) and saves_input_alone(layer, x):
-            follow(x)
-            made = run_from_input(layer, call, mode.inputs_alone, then.function, *then.args, **then.kwargs)
-            return [made] if isinstance(made, Tensor) else [*made]
-    for step in steps:
-        follow(x)
-        if isinstance(step, Call):
-            x = (step if step.x is x else step._replace(x=x)).run()
-            continue
-        made = step.function(x, *step.args) if step.saves_nothing else checkpointed(layer, step, x)
-        x, *more = (made,) if isinstance(made, Tensor) else made
-        rest += more
-    return [x, *rest]
 
 
 class Family:
@@ -186,7 +127,9 @@ class Family:
             return steps
         why = dict.fromkeys(step.why for step in steps if isinstance(step, Generic))
         specs = tuple(BlockSpec.parse(step.text) for step in steps if isinstance(step, Call))
-        return Outcome(specs, len(steps) - len(specs), "; ".join(why))
+        return Outcome(
+            specs, len(steps) - len(specs), "; ".join(why), inputs_made_again(steps) if mode.inputs_alone else 0
+        )
 
     def _calls(
         self, layer: Any, mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any], sharded: bool = False

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ckptfused
+from ckptfused.models import from_input
 from ckptfused.models.experts import routing
 from ckptfused.recompute import made_again
 from tests.accounting import CountOps, saved_bytes
@@ -49,9 +50,9 @@ def test_a_weight_that_is_there_only_while_its_module_runs_is_not_read_later(
     ckptfused.convert(model)
     layer, x = model.model.layers[0], torch.randn(1, 9, 32, requires_grad=True)
     assert routing.saves_input_alone(layer, x)
-    monkeypatch.setattr(routing, "is_fully_sharded", lambda module: module is layer)
+    monkeypatch.setattr(from_input, "is_fully_sharded", lambda module: module is layer)
     assert routing.saves_input_alone(layer, x)
-    monkeypatch.setattr(routing, "is_fully_sharded", lambda module: module is layer.get_submodule(inside))
+    monkeypatch.setattr(from_input, "is_fully_sharded", lambda module: module is layer.get_submodule(inside))
     assert not routing.saves_input_alone(layer, x)
 
 

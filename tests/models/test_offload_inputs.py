@@ -19,9 +19,13 @@ from tests.models.compare import run
 from tests.models.zoo import ZOO, Specimen
 from tests.offload.fake import faked
 
-# How many inputs go to the host: those of all ops and checkpointed pieces, of which a decoder's layer with
-# cross-attention has three, but for the last one's. A layer with experts has one: the rest is made again from it.
-LEAVING = {"llama": 1, "gpt2": 1, "bert": 1, "mixtral": 1, "whisper": 7}
+# How many inputs go to the host: those of all ops and checkpointed pieces but for the last one's, and but for what is
+# made again: a layer with experts has one, a decoder's with cross-attention two, its own and the FFN half's.
+LEAVING = {"llama": 1, "gpt2": 1, "bert": 1, "mixtral": 1, "whisper": 5}
+
+# What is made again asks for a layer's input, and so does the attention half's backward; the one that was saved before
+# is on its way by then.
+COMING = {"mixtral": [0, 0], "whisper": [4, 3, 4, 2, 1, 2, 0]}
 
 
 def step(model: Any, specimen: Specimen) -> dict[str, Tensor]:
@@ -40,8 +44,7 @@ def test_bits(name: str, late: bool) -> None:
         got = step(model, specimen)
     assert got.keys() == want.keys() and all(torch.equal(got[name], value) for name, value in want.items())
     assert copies.moved("out") == [*range(LEAVING[name])]
-    # What is made again asks for the input, and so does the attention half's backward.
-    assert copies.moved("in")[::-1] == ([0, 0] if name == "mixtral" else copies.moved("out"))
+    assert copies.moved("in") == COMING.get(name, copies.moved("out")[::-1])
     assert copies.most <= 2 and copies.held() == 0
 
 

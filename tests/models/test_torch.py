@@ -183,7 +183,9 @@ def test_transformer() -> None:
         mask = nn.Transformer.generate_square_subsequent_mask(11)
         model(values(19), values(11, 2), tgt_mask=mask, tgt_is_causal=True).sum().backward()
     assert count.blocks == (2, 2)
-    assert count.calls["ckptfused.attention_block_fwd"] == count.calls["ckptfused.ffn_block_bwd"] == 2
+    # What cross-attention reads is made again, and the first half with it, for which backward has then all it needs.
+    assert count.calls["ckptfused.attention_block_fwd"] == 4
+    assert count.calls["ckptfused.attention_block_bwd"] == count.calls["ckptfused.ffn_block_bwd"] == 2
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 

@@ -12,7 +12,6 @@ from ckptfused.cost.open_ledger import OpenLedger
 from ckptfused.layer.hooks import hooked
 from ckptfused.layer.parts import Reason
 from ckptfused.layer.shards import holds_fsdp1, is_flattened
-from ckptfused.layer.spec_text import Mode, keep_text
 from ckptfused.models.derive.family import DERIVED
 from ckptfused.models.describe.counts import Counts
 from ckptfused.models.describe.example import example
@@ -21,6 +20,7 @@ from ckptfused.models.experts.adapters import wrapped
 from ckptfused.models.experts.install import is_converted
 from ckptfused.models.experts.routing import beside_experts, saves_input_alone
 from ckptfused.models.family import EXAMPLE_TOKENS, Outcome
+from ckptfused.models.from_input import may_keep_input_alone
 from ckptfused.models.heads.lm_heads import head_of
 from ckptfused.models.install import PATCHED, PREFIX, Installed, InstalledLayer
 from ckptfused.models.report import Bytes, LayerReport, Report
@@ -71,7 +71,8 @@ def _bytes(model: nn.Module, one: InstalledLayer, counts: Counts) -> tuple[Bytes
         after = fused / EXAMPLE_TOKENS
         if routed:
             return before, _with_routing(one, outcome, x, after, counts)
-        return before, after + outcome.generic * each
+        again = outcome.made_again if _in_training(may_keep_input_alone, layer, x) else 0
+        return before, after + (outcome.generic - again) * each
     # Of a class that was not read, x was guessed: wrongly, where its forward fails.
     return before, each if is_read else before and (lambda: None if before() is None else each)
 
@@ -82,10 +83,9 @@ def _with_routing(one: InstalledLayer, outcome: Outcome, x: Tensor, fused: float
     block: nn.Module = next(m for m in layer.modules() if any(is_converted(wrapped(inner)) for inner in m.children()))
     if block is layer or any(beside_experts(block)) or not _can_be_traced(block):
         return None
-    with OpenLedger(), in_training():
-        alone = len(outcome.specs) == outcome.generic == 1 and saves_input_alone(layer, x)
+    alone = len(outcome.specs) == outcome.generic == 1 and _in_training(saves_input_alone, layer, x)
     # The mixture's own input is made again, and so is, of the layer's, the fused half's result, or that is kept.
-    once = alone and Mode(keep_text(one.mode.keep)).inputs_alone
+    once = alone and outcome.made_again > 0
     beside = fused - each if once else fused + (0 if alone else outcome.generic * each)
     count = counts.of(_FromInput(block) if alone else block, (x,), {})
 
@@ -95,6 +95,11 @@ def _with_routing(one: InstalledLayer, outcome: Outcome, x: Tensor, fused: float
         return None if found is None else beside + found
 
     return total
+
+
+def _in_training(asked: Callable[[nn.Module, Tensor], bool], layer: nn.Module, x: Tensor) -> bool:
+    with OpenLedger(), in_training():
+        return asked(layer, x)
 
 
 class _FromInput(nn.Module):

@@ -31,22 +31,20 @@ _proved: WeakKeyDictionary[nn.Module, tuple[Hashable, Reason | None]] = WeakKeyD
 
 def forward_beside(module: nn.Module) -> Callable[..., Any]:
     """What a module beside experts runs in its forward's place, and keeps its input alone: the FFN op, where it is such
-    an MLP, or a checkpoint, whose result is not made again."""
+    an MLP, or a checkpoint, whose result is not made again. It can be copied and pickled with its module."""
+    return partial(_beside if _NAMES[-1] in module._modules else _generic, module)
 
-    def generic(*args: Any, **kwargs: Any) -> Any:
-        with not_recorded():
-            return checkpoint(same_sdpa(partial(type(module).forward, module)), *args, **kwargs)
 
-    if _NAMES[-1] not in module._modules:
-        return generic
+def _beside(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
+        return _generic(module, *args, **kwargs)
+    y = _fused(module, args[0])
+    return _generic(module, *args) if isinstance(y, Reason) else y
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
-            return generic(*args, **kwargs)
-        y = _fused(module, args[0])
-        return generic(*args) if isinstance(y, Reason) else y
 
-    return forward
+def _generic(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    with not_recorded():
+        return checkpoint(same_sdpa(partial(type(module).forward, module)), *args, **kwargs)
 
 
 def _fused(module: Any, x: Tensor) -> Tensor | Reason:

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from ckptfused.layer.parts import Inputs, Parts, Reason
 from ckptfused.models.families.llama import Llama, attention, ffn
-from ckptfused.models.family import Fused, Generic, Steps, register
+from ckptfused.models.family import register
 from ckptfused.models.hugging_face import HuggingFace
+from ckptfused.models.steps import Fused, Generic, Steps
 
 _MODELS = "transformers.models"
 

@@ -11,8 +11,9 @@ from torch import Tensor
 from ckptfused.layer.parts import FFN, Inputs, Parts, Reason
 from ckptfused.layer.projections import rate
 from ckptfused.models.cache_arguments import cache_reason, to_fill
-from ckptfused.models.family import Family, Fused, Generic, Steps, register
+from ckptfused.models.family import Family, register
 from ckptfused.models.hugging_face import collecting
+from ckptfused.models.steps import Fused, Generic, Steps
 
 
 class T5(Family):

@@ -15,7 +15,8 @@ from ckptfused.layer.parts import Inputs, Parts, Reason
 from ckptfused.layer.peft import adapted
 from ckptfused.layer.spec_text import Mode
 from ckptfused.masks import encoder_mask
-from ckptfused.models.family import Family, Fused, Generic, Outcome, Steps, register
+from ckptfused.models.family import Family, Outcome, register
+from ckptfused.models.steps import Fused, Generic, Steps
 
 _MODULES = "torch.nn.modules.transformer"
 

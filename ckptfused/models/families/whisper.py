@@ -11,8 +11,9 @@ from torch import Tensor
 
 from ckptfused.layer.parts import FFN, Attention, Inputs, Parts, Reason
 from ckptfused.models.cache_arguments import to_fill
-from ckptfused.models.family import Family, Fused, Generic, Steps, register
+from ckptfused.models.family import Family, register
 from ckptfused.models.hugging_face import HuggingFace, layer_inputs
+from ckptfused.models.steps import Fused, Generic, Steps
 
 _MODEL = "transformers.models.whisper.modeling_whisper"
 
