@@ -2176,9 +2176,23 @@ MUTANTS = (
     Mutant(
         "a generic mixture keeps what could be made again",
         file="ckptfused/models/experts/routing.py",
-        text="again = MadeAgain() if saves_input_alone(layer, x) else None",
-        defect="again = None",
+        text="if not is_recorded() and saves_input_alone(layer, x):",
+        defect="if False:",
         test="tests/models/test_experts_saved.py::test_bytes_that_a_generic_layer_keeps",
+    ),
+    Mutant(
+        "a layer of several steps keeps what its attention half made",
+        file="ckptfused/models/steps.py",
+        text="            count += attended\n",
+        defect="            count += 0\n",
+        test="tests/models/test_steps.py::test_what_a_layer_keeps[inputs-torch decoder]",
+    ),
+    Mutant(
+        "attention runs a third time where what it made is made again",
+        file="ckptfused/models/steps.py",
+        text="return _taken(layer, step._replace(text=_keeping_all(step.text)), x)",
+        defect="return _taken(layer, step, x)",
+        test="tests/models/test_steps.py::test_products_of_a_step[own]",
     ),
     Mutant(
         "what a saved tensor was is made again although it was changed in place",
