@@ -38,7 +38,7 @@ class Outcome(NamedTuple):
     reason: str = ""
     """Why there are such pieces."""
     made_again: int = 0
-    """Of how many ops and pieces the input is made again, where a call allows it."""
+    """The number of ops and pieces whose input is made again, where a call allows it."""
 
     @property
     def path(self) -> str:

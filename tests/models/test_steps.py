@@ -136,7 +136,7 @@ def test_products_of_a_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @each
 @pytest.mark.parametrize("p", [0.0, 0.3])
 def test_bits_are_those_of_a_layer_that_keeps_its_inputs(name: str, p: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With dropout, too, and the generator is left in the same state."""
+    """The generator is left in the same state, too."""
     found = []
     for kept in (False, True):
         if kept:
