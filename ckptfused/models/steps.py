@@ -19,6 +19,7 @@ from ckptfused.models.from_input import may_keep_input_alone, run_from_input
 from ckptfused.offload import follow
 from ckptfused.ops.call import Call
 from ckptfused.recompute.made_again import not_recorded
+from ckptfused.recompute.operations import can_be_recorded
 from ckptfused.recompute.per_thread_tensors import entered
 from ckptfused.spec import MOST_TEXTS, parse
 
@@ -84,8 +85,15 @@ def inputs_made_again(steps: Sequence[Call | Generic]) -> int:
     for step in steps:
         if isinstance(step, Call) or not step.saves_nothing:
             count += attended
-            attended = isinstance(step, Call) and step.op == "attention_block"
+            attended = _is_recorded(step)
     return count
+
+
+def _is_recorded(step: Call | Generic) -> bool:
+    """Whether a step is an attention half that can be made again."""
+    if not isinstance(step, Call) or step.op != "attention_block":
+        return False
+    return all(t is None or can_be_recorded(t) for t in (*step.slots, *step.aux))
 
 
 def _recorded(layer: nn.Module, step: Call | Generic, x: Tensor) -> Sequence[Any]:
@@ -93,7 +101,7 @@ def _recorded(layer: nn.Module, step: Call | Generic, x: Tensor) -> Sequence[Any
     which would run a third time, is not, so that its result is kept."""
     if not isinstance(step, Call):
         return _taken(layer, step, x)
-    if step.op == "attention_block":
+    if _is_recorded(step):
         return _taken(layer, step._replace(text=_keeping_all(step.text)), x)
     with not_recorded():
         return _taken(layer, step, x)

@@ -100,21 +100,21 @@ class Operations(DispatchMode):
         can_be_repeated, writes = _kind(func)
         written = tensors_of(*(_argument(args, kwargs, *place) for place in writes)) if writes else []
         call = None
-        if can_be_repeated and not self.apart and all(map(_is_plain, given)) and all(map(self._is_made, written)):
+        if can_be_repeated and not self.apart and all(map(can_be_recorded, given)) and all(map(self._is_made, written)):
             call = self._call(func, args, kwargs, given)
         result = func(*args, **kwargs)
         made = [result] if isinstance(result, Tensor) else tensors_of(result)
         if call is None:
-            for t in filter(_is_plain, written):
+            for t in filter(can_be_recorded, written):
                 self._forget(t)
-        elif made and all(map(_is_plain, made)):
+        elif made and all(map(can_be_recorded, made)):
             self._note(call, given, written, made)
         return result
 
     def place(self, t: Tensor) -> tuple[Made, tuple[int, ...]] | None:
         """Which operation's result t is, and by the end of which it has the values that it has now; None if no recorded
         one made it."""
-        memory = self._memory.get(storage_id(t)) if _is_plain(t) else None
+        memory = self._memory.get(storage_id(t)) if can_be_recorded(t) else None
         made = None if memory is None else memory.layouts.get(_layout(t))
         if memory is None or made is None:
             return None
@@ -123,7 +123,7 @@ class Operations(DispatchMode):
 
     def number(self, t: Tensor) -> int | None:
         """The number of a tensor that was read as it is now, and that no operation made; None of others."""
-        return self._numbers.get((storage_id(t), _layout(t), write_count(t))) if _is_plain(t) else None
+        return self._numbers.get((storage_id(t), _layout(t), write_count(t))) if can_be_recorded(t) else None
 
     def end(self) -> None:
         """Lets go of all but what is recorded."""
@@ -210,7 +210,8 @@ class Operations(DispatchMode):
         memory.layouts[_layout(t)] = made
 
 
-def _is_plain(t: Tensor) -> bool:
+def can_be_recorded(t: Tensor) -> bool:
+    """Whether operations on t are noted: not those on subclasses (bitsandbytes' weights)."""
     return is_plain_view(t) and not t.is_complex()
 
 

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 pytest.importorskip("transformers")
 
-from transformers import BartConfig
+from transformers import BartConfig, BartForConditionalGeneration
 from transformers.models.bart.modeling_bart import BartDecoderLayer
 
 import ckptfused
@@ -112,6 +112,41 @@ def test_what_a_layer_keeps(name: str, keep: str) -> None:
     found = saved_bytes(lambda: called(layer, x, beside), layer, [beside])
     assert found == KEPT[name][1] * x.nbytes if keep == "inputs" else found >= 3 * x.nbytes
     assert name == "bart" or said.after is None or found == round(said.after * x.shape[:2].numel())
+
+
+class Subclass(nn.Parameter):
+    """As bitsandbytes' weights are."""
+
+
+def test_attention_that_cannot_be_made_again_keeps_its_input_alone() -> None:
+    """Operations on a subclass are not recorded: all that its backward needs would be kept."""
+    model = made("torch decoder")
+    attn: Any = model[0].self_attn
+    attn.out_proj.weight = Subclass(attn.out_proj.weight.detach())
+    layer, said = model[0], ckptfused.convert(model).layers[0]
+    x, beside = tokens(), tokens()
+    found = saved_bytes(lambda: called(layer, x, beside), layer, [beside])
+    assert found == 3 * x.nbytes == said.after * x.shape[:2].numel()  # type: ignore[operator]
+
+
+@pytest.mark.filterwarnings("ignore:`(gradient_checkpointing_enable|is_gradient_checkpointing)` is:FutureWarning")
+def test_peak_of_a_derived_layers_rest_is_that_of_a_checkpoint() -> None:
+    """What is read last is let go of, as Python does in a forward: the attention half's values are there beside it."""
+    peaks = []
+    for converts in (True, False):
+        torch.manual_seed(0)
+        config = BartConfig(
+            vocab_size=50, d_model=WIDTH, encoder_layers=1, decoder_layers=4, encoder_attention_heads=2,
+            decoder_attention_heads=2, encoder_ffn_dim=128, decoder_ffn_dim=128, max_position_embeddings=256,
+        )  # fmt: skip
+        model: Any = BartForConditionalGeneration(config).train()
+        if converts:
+            ckptfused.convert(model)
+        else:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        ids = torch.arange(512).view(2, 256) % 50
+        peaks.append(ckptfused.profile(model, {"input_ids": ids[:, :8], "labels": ids, "use_cache": False}).peak)
+    assert peaks[0] < peaks[1]
 
 
 @each

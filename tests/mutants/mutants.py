@@ -2188,6 +2188,20 @@ MUTANTS = (
         test="tests/models/test_steps.py::test_what_a_layer_keeps[inputs-torch decoder]",
     ),
     Mutant(
+        "attention that is not recorded keeps all that its backward needs",
+        file="ckptfused/models/steps.py",
+        text="    return all(t is None or can_be_recorded(t) for t in (*step.slots, *step.aux))",
+        defect="    return True",
+        test="tests/models/test_steps.py::test_attention_that_cannot_be_made_again_keeps_its_input_alone",
+    ),
+    Mutant(
+        "a layer's rest keeps what was read last until its end",
+        file="ckptfused/models/derive/recording/evaluate.py",
+        text="for v in (*call.values, *call.inputs) if drops else ():",
+        defect="for v in ():",
+        test="tests/models/test_steps.py::test_peak_of_a_derived_layers_rest_is_that_of_a_checkpoint",
+    ),
+    Mutant(
         "attention runs a third time where what it made is made again",
         file="ckptfused/models/steps.py",
         text="return _taken(layer, step._replace(text=_keeping_all(step.text)), x)",

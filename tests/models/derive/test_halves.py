@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import ckptfused
-from ckptfused.models import family
+from ckptfused.models import steps
 from tests.models.compare import close
 from tests.models.derive.experts import EXPERTS, FUSED_TOO
 from tests.models.derive.written import HALVED, made
@@ -87,7 +87,7 @@ def draws_at(plain: Any, converted: Any, sites: Sites) -> None:
 def replays_its_draws(converted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradients of what is checkpointed are those of the same draws, not replayed."""
     got = step(converted)
-    monkeypatch.setattr(family, "checkpointed", lambda layer, step, x: step.function(x, *step.args))
+    monkeypatch.setattr(steps, "checkpointed", lambda layer, step, x: step.function(x, *step.args))
     close(got, step(converted), 1e-12)
 
 

@@ -55,9 +55,11 @@ def evaluated(
     device: torch.device,
     known: dict[Value, Tensor] | None = None,
     returned: Mapping[Value, Recorded] = NOTHING,
+    drops: bool = False,
 ) -> Tensor:
     """A value that depends on arguments, buffers, numbers and `known` alone, by the calls that made it. returned: what
-    calls of modules returned, which are made as such. **Raises** `RuntimeError` where one returns something else.
+    calls of modules returned, which are made as such. drops: `known` is this call's own, and loses what was read last.
+    **Raises** `RuntimeError` where a module returns something else.
     """
     known = {} if known is None else known
 
@@ -66,18 +68,27 @@ def evaluated(
             return known[v] if v in known else given(v.name)
         return device if isinstance(v, torch.device) or (type(v) is str and v == "meta") else v
 
-    for call in calls_behind([value], known, returned):
-        args, kwargs = tree_map(made, (call.args, call.kwargs))
-        with nullcontext() if call.modes is None else call.modes.on():
-            if call.mask is not None:
-                found = [dropout(tree_flatten((args, kwargs))[0][0], call.mask, call.given(1, "p", 0.5))]
-            else:
-                y = (given(call.op) if call.func is None else call.func)(*args, **kwargs)
-                found = [t for t in tree_flatten(y)[0] if isinstance(t, Tensor)]
-        if len(found) != len(call.values):
-            raise RuntimeError(f"{call.op} gave {len(found)} tensors, expected {len(call.values)} as when it was read")
-        known.update(zip(call.values, found, strict=True))
+    calls = calls_behind([value], known, returned)
+    last = {v: call for call in calls for v in call.inputs} if drops else {}
+    for call in calls:
+        known.update(zip(call.values, _results(call, made, given), strict=True))
+        for v in (*call.values, *call.inputs) if drops else ():
+            if v is not value and last.get(v, call) is call:
+                known.pop(v, None)
     return made(value)  # type: ignore[no-any-return]
+
+
+def _results(call: Recorded, made: Callable[[Any], Any], given: Callable[[str], Any]) -> list[Tensor]:
+    args, kwargs = tree_map(made, (call.args, call.kwargs))
+    with nullcontext() if call.modes is None else call.modes.on():
+        if call.mask is not None:
+            found = [dropout(tree_flatten((args, kwargs))[0][0], call.mask, call.given(1, "p", 0.5))]
+        else:
+            y = (given(call.op) if call.func is None else call.func)(*args, **kwargs)
+            found = [t for t in tree_flatten(y)[0] if isinstance(t, Tensor)]
+    if len(found) != len(call.values):
+        raise RuntimeError(f"{call.op} gave {len(found)} tensors, expected {len(call.values)} as when it was read")
+    return found
 
 
 def calls_behind(
@@ -121,7 +132,7 @@ class Rest(NamedTuple):
             kind, _, path = name.partition(":")
             return layer.get_submodule(path) if kind == "module" else tensors[name]
 
-        return evaluated(self.end, held, x.device, {self.start: x}, self.returned)
+        return evaluated(self.end, held, x.device, {self.start: x}, self.returned, drops=True)
 
 
 def recalled(value: Value, given: Callable[[str], Tensor], device: torch.device) -> Tensor:
