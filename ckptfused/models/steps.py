@@ -63,7 +63,7 @@ def checkpointed(layer: nn.Module, step: Generic, x: Tensor) -> Any:
 def run_steps(layer: nn.Module, mode: Mode, steps: Sequence[Call | Generic]) -> list[Any]:
     """The x that a layer's steps make one after the other, and what its checkpointed pieces returned beside."""
     x = next(step.x for step in steps if isinstance(step, Call))
-    if inputs_made_again(steps) and may_keep_input_alone(layer, x):
+    if len(steps) > 1 and may_keep_input_alone(layer, x) and inputs_made_again(steps):
         if mode.inputs_alone:
             return run_from_input(layer, x, [partial(_recorded, layer, step) for step in steps])
         first, *others = steps

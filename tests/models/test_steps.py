@@ -115,7 +115,7 @@ def test_what_a_layer_keeps(name: str, keep: str) -> None:
 
 
 class Subclass(nn.Parameter):
-    """As bitsandbytes' weights are."""
+    """A weight as bitsandbytes' are."""
 
 
 def test_attention_that_cannot_be_made_again_keeps_its_input_alone() -> None:
