@@ -168,7 +168,10 @@ def _segments(found: list[Found], policy: CheckpointPolicy) -> tuple[list[Segmen
         alone = length == 1 and policy.segment_lengths is not None
         segments += [None if alone else Segment(names)] * length
     starts = dict.fromkeys(segment.names[0] for segment in segments if segment is not None)
-    return segments, (f"segments, which save one input each, begin at {', '.join(starts)}",)
+    joined = (layer for (_, layer, _), one in zip(found, segments, strict=True) if one is not None)
+    again = any(experts.is_experts(module) for layer in joined for module in layer.modules())
+    said = f"segments, which save one input each, begin at {', '.join(starts)}"
+    return segments, (said + "; their replays ask the routers of experts again" * again,)
 
 
 def _put_in(

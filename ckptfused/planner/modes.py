@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ckptfused.models.describe.counts import kind_of
+from ckptfused.models.experts.read import is_experts
 from ckptfused.models.install import InstalledLayer
 from ckptfused.models.layer_mode import LayerMode
 from ckptfused.models.policy import CheckpointPolicy
@@ -41,6 +42,8 @@ class Layer(NamedTuple):
     modes: tuple[LayerMode | None, ...]
     """Modes that the layer may have; None alone for a module of ckptfused's own, which no policy changes."""
     unit: Unit
+    joins: bool = True
+    """Whether a plan may join it to a segment: not where it has experts, whose router a replay would ask again."""
 
 
 class ModeCosts:
@@ -191,7 +194,8 @@ class ModeCosts:
             gradients = 0 if self._base.accumulated else profile.gradients
             spared = cost.saved - self._after_output(place, None, cost).saved
             unit = Unit(tuple(mode for _, mode in own), gradients, cost.saved, passing, spared)
-            found.append(Layer(name, tuple(mode for mode, _ in own), unit))
+            joins = name not in self._installed or not any(map(is_experts, self._installed[name].layer.modules()))
+            found.append(Layer(name, tuple(mode for mode, _ in own), unit, joins))
         return tuple(found)
 
     def _cost(self, place: int, mode: LayerMode) -> Cost:

@@ -152,7 +152,6 @@ def _no_optimizer(model: nn.Module, shards: int) -> str:
 
 def _device_of(model: nn.Module) -> str:
     """The name of the device that a model is on."""
-
     kinds = {p.device.type for p in model.parameters()}
     if kinds <= {"cpu"}:
         return "cpu"
@@ -204,7 +203,9 @@ class _Planner:
         return None
 
     def _leanest(self, budget: int) -> tuple[Counted, int]:
-        """What needs least of all that was tried, by lower and lower budgets. **Raises** `BudgetError`."""
+        """What needs least, by lower and lower budgets, whatever the first one was. **Raises** `BudgetError`."""
+        self._tried.clear()
+        self._place(0)
         while self._place(min(map(self._peak, self._tried)) - 1) is not None:
             pass
         policy = min(self._tried, key=lambda policy: (self._known[policy], policy.digest))
@@ -284,8 +285,7 @@ class _Planner:
         }
         found = []
         for name, policy in named.items() if count else ():
-            point = self._point(policy)
-            if point is not None:
+            if (point := self._point(policy)) is not None:
                 found.append(Point(name, self._known.get(policy, point[0]), point[1]))
         return tuple(found)
 

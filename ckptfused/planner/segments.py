@@ -18,7 +18,8 @@ class Divided:
         """limit: bytes of layers and head above which there is nothing to look for."""
         self._costs = costs
         self._stays = [_staying(layer.unit) for layer in costs.layers]
-        units = [_only(layer.unit, stays) for layer, stays in zip(costs.layers, self._stays, strict=True)]
+        joined = [layer.unit if layer.joins else layer.unit._replace(passing=None) for layer in costs.layers]
+        units = [_only(unit, stays) for unit, stays in zip(joined, self._stays, strict=True)]
         self._front = Front([*units, costs.head], 1, limit) if _together(costs) else None
 
     @property
@@ -65,7 +66,8 @@ class OnHost:
     short as it allows, with the least that a loss takes, in one piece or in tiles."""
 
     def __init__(self, steps: PredictedSteps, costs: Costs) -> None:
-        on_host = steps.device.kind == "cuda" and 0 < costs.host_memory < inf and _together(costs)
+        all_join = _together(costs) and all(layer.joins for layer in costs.layers)
+        on_host = steps.device.kind == "cuda" and 0 < costs.host_memory < inf and all_join
         self._found = _waiting(steps, costs) if on_host else []
         profiles, base = [steps.of(policy) for policy in self._found], costs.base
         self.peaks = [one.peak - one.optimizer + base.optimizer for one in profiles]

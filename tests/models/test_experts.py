@@ -161,6 +161,18 @@ def test_a_router_under_hugging_faces_checkpointing(name: str, reentrant: bool, 
     assert_alike(found, step(plain)[1])
 
 
+@runs_experts
+@pytest.mark.parametrize(("lengths", "again"), [(2, [0, 1]), ([1, 1], []), (None, [])])
+def test_a_report_says_whose_replays_ask_routers_again(lengths: int | list[int] | None, again: list[int]) -> None:
+    model = build("mixtral")
+    make = ckptfused.CheckpointPolicy
+    report = ckptfused.convert(model, policy=make.uniform() if lengths is None else make.segments(lengths))
+    assert ("ask the routers of experts again" in str(report)) == bool(again)
+    calls = _router_calls(model)
+    step(model)
+    assert list(calls.values()) == [2 if place in again else 1 for place in range(2)]
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_noise_that_a_replay_would_draw_anew_changes_no_gradient(name: str) -> None:
     """A hook adds noise from a generator that no checkpoint knows, to a router whose logits are all but tied."""

@@ -2486,6 +2486,27 @@ MUTANTS = (
         test="tests/planner/test_plan.py::test_what_needs_more_than_was_counted_is_not_given_out",
     ),
     Mutant(
+        "a plan that joins layers with experts",
+        file="ckptfused/planner/modes.py",
+        text="not any(map(is_experts, self._installed[name].layer.modules()))",
+        defect="True",
+        test="tests/planner/test_plan.py::test_no_plan_joins_layers_with_experts[0]",
+    ),
+    Mutant(
+        "a plan that has layers with experts wait on the host together",
+        file="ckptfused/planner/segments.py",
+        text="and all(layer.joins for layer in costs.layers)",
+        defect="",
+        test="tests/planner/test_plan.py::test_layers_with_experts_do_not_wait_on_the_host_together[False]",
+    ),
+    Mutant(
+        "a least budget that is named and found from some budgets alone",
+        file="ckptfused/planner/plan.py",
+        text="        self._tried.clear()\n        self._place(0)\n",
+        defect="",
+        test="tests/planner/test_plan.py::test_the_least_budget_that_is_named_can_be_reached",
+    ),
+    Mutant(
         "a plan that forgets what backward holds beside what was saved",
         file="ckptfused/planner/frontier.py",
         text="max(mode.forward, after + mode.backward)\n            need",

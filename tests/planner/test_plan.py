@@ -8,7 +8,10 @@ import gc
 import itertools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +27,8 @@ from transformers import (
     LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
     ViTConfig,
@@ -34,9 +39,10 @@ import ckptfused
 from ckptfused import BudgetError, CheckpointPolicy, convert, plan
 from ckptfused._extension import _C
 from ckptfused.planner import frontier
+from ckptfused.planner.counted_plans import Counted
 from ckptfused.planner.plan import _Planner
 from ckptfused.planner.predicted_steps import PredictedSteps
-from ckptfused.planner.segments import Divided
+from ckptfused.planner.segments import Divided, OnHost
 from ckptfused.planner.sharding import sharded
 from ckptfused.planner.step_costs import Costs, costs
 from ckptfused.profiler import profile
@@ -44,6 +50,7 @@ from ckptfused.profiler.step import TrainingStep, loss_of, model_output
 from ckptfused.simulate.devices import device_named
 from ckptfused.simulate.meta_copy import copy_to_meta, without_data
 from tests.accounting import Events
+from tests.models.test_experts import runs_experts
 
 pytestmark = pytest.mark.once
 ADAMW = torch.optim.AdamW
@@ -478,6 +485,49 @@ def test_the_least_budget_that_is_named_is_the_least() -> None:
     assert plan(model, batch, named, torch.optim.AdamW(model.parameters()), device="a100-80").peak <= named
 
 
+class Given(_Planner):
+    """A planner of plans of which is given what was counted and what a prediction says, in bytes."""
+
+    def __init__(self, counted: list[int], needed: list[int]) -> None:
+        self._tried, self._known = {}, {}
+        policies = [CheckpointPolicy.uniform(scratch=place + 1) for place in range(len(counted))]
+        self._needed = dict(zip(policies, needed, strict=True))
+        self._plans = Counted([(counted, [-float(peak) for peak in counted], policies.__getitem__)])
+        self._costs = SimpleNamespace(layers=())  # type: ignore[assignment]
+        self._steps = SimpleNamespace(meta_copy=None, device=SimpleNamespace(kind="cpu"))  # type: ignore[assignment]
+        self._shards = 1
+
+    def _counted(self) -> Counted:
+        return self._plans
+
+    def _peak(self, policy: CheckpointPolicy) -> int:
+        return self._known.setdefault(policy, self._needed[policy])
+
+    def found(self, budget: int) -> int | None:
+        """The bytes of the plan within a budget; None: the least is in `least`."""
+        self._tried.clear()
+        try:
+            counted, place = self._place(budget) or self._leanest(budget)
+        except BudgetError as refused:
+            self.least = refused.least
+            return None
+        return self._peak(counted.policy(place))
+
+
+def test_the_least_budget_that_is_named_can_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where predictions differ from what was counted, in which order plans are tried depends on the budget."""
+    monkeypatch.setattr("ckptfused.planner.plan.not_enough", lambda _, budget, least, *rest: ("", least))
+    random = Random(0)
+    for _ in range(300):
+        counted = sorted({random.randrange(1000, 2000) for _ in range(60)})
+        planner = Given(counted, [peak + random.randrange(400) for peak in counted])
+        assert planner.found(500) is None
+        least = planner.least
+        assert (planner.found(least) or math.inf) <= least
+        for budget in range(least - 50, least, 7):
+            assert planner.found(budget) is not None or planner.least == least
+
+
 def planner_of(model: nn.Module, batch: Any, device: str = "cpu") -> _Planner:
     """The planner that `plan` has, for several budgets."""
     step = TrainingStep(without_data(batch), None, device_named(device))
@@ -532,6 +582,50 @@ def test_segments_where_layers_alone_do_not_fit() -> None:
     found.apply(model)
     assert measured(model, rows) == pytest.approx(found.peak, rel=0.03)
     assert {"4 segments", "whole model"} <= {point.name for point in found.standard}
+
+
+def mixture(dense: int) -> Any:
+    """24 layers, the first `dense` of them without experts, of which the embeddings alone are trained."""
+    own: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    sizes = SIZES | own | {"hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 24}
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, mlp_only_layers=list(range(dense)))).train()
+    model.requires_grad_(False)
+    model.model.embed_tokens.weight.requires_grad_(True)
+    return model
+
+
+@runs_experts
+@pytest.mark.slow
+@pytest.mark.parametrize("dense", [0, 12])
+def test_no_plan_joins_layers_with_experts(dense: int) -> None:
+    """A replay would ask their routers again. Of the same width, those without are joined."""
+    model = mixture(dense)
+    planner = planner_of(model, tokens(2, 256))
+    with pytest.raises(BudgetError) as refused:
+        planner.within(1)
+    found = planner.within(refused.value.least)
+    lengths = found.policy.lengths(24) if found.policy.is_divided else (1,) * 24
+    assert lengths[-12:] == (1,) * 12
+    assert (max(lengths) > 1) == (dense > 0)
+    assert any(point.name == "whole model" for point in found.standard)  # what others do by hand is shown
+    calls = []
+    for module in model.modules():
+        if type(module).__name__ == "Qwen3MoeTopKRouter":
+            module.register_forward_hook(lambda module, args, out: calls.append(module))
+    found.apply(model)
+    model(**tokens(2, 256)).loss.backward()
+    assert len(calls) == len(set(calls)) == 24 - dense
+
+
+@runs_experts
+@pytest.mark.parametrize("joins", [False, True])
+def test_layers_with_experts_do_not_wait_on_the_host_together(joins: bool) -> None:
+    planner = planner_of(mixture(0), tokens(2, 256), "h200")
+    whole = replace(planner._costs, host_memory=14 * 2 * 256 * 32 * 4)
+    assert not any(layer.joins for layer in whole.layers)
+    if joins:
+        whole = replace(whole, layers=tuple(layer._replace(joins=True) for layer in whole.layers))
+    assert bool(OnHost(planner._steps, whole).peaks) == joins
 
 
 @pytest.mark.slow
