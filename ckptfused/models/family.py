@@ -18,7 +18,7 @@ from ckptfused.layer.parts import Inputs, Parts, Reason
 from ckptfused.layer.projections import projection
 from ckptfused.layer.source import class_as_read, class_name, unread, vouch
 from ckptfused.layer.spec_text import Mode
-from ckptfused.models.steps import Fused, Generic, Steps, inputs_made_again, run_steps
+from ckptfused.models.steps import Fused, Generic, Steps, inputs_made_again, last_is_joined, run_steps
 from ckptfused.ops.call import Call
 from ckptfused.spec import NORMS, BlockSpec
 from ckptfused.spec.checks import check_choice
@@ -39,6 +39,8 @@ class Outcome(NamedTuple):
     """Why there are such pieces."""
     made_again: int = 0
     """The number of ops and pieces whose input is made again, where a call allows it."""
+    joined: bool = False
+    """Whether the last op saves nothing, where a call allows it."""
 
     @property
     def path(self) -> str:
@@ -127,9 +129,9 @@ class Family:
             return steps
         why = dict.fromkeys(step.why for step in steps if isinstance(step, Generic))
         specs = tuple(BlockSpec.parse(step.text) for step in steps if isinstance(step, Call))
-        return Outcome(
-            specs, len(steps) - len(specs), "; ".join(why), inputs_made_again(steps) if mode.inputs_alone else 0
-        )
+        again = inputs_made_again(steps) if mode.inputs_alone else 0
+        joined = mode.inputs_alone and last_is_joined(steps)
+        return Outcome(specs, len(steps) - len(specs), "; ".join(why), again, joined)
 
     def _calls(
         self, layer: Any, mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any], sharded: bool = False

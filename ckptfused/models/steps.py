@@ -63,7 +63,10 @@ def checkpointed(layer: nn.Module, step: Generic, x: Tensor) -> Any:
 def run_steps(layer: nn.Module, mode: Mode, steps: Sequence[Call | Generic]) -> list[Any]:
     """The x that a layer's steps make one after the other, and what its checkpointed pieces returned beside."""
     x = next(step.x for step in steps if isinstance(step, Call))
-    if len(steps) > 1 and may_keep_input_alone(layer, x) and inputs_made_again(steps):
+    alone = len(steps) > 1 and may_keep_input_alone(layer, x)
+    if alone and mode.inputs_alone and not routes_once(layer, x):
+        steps = _joined(layer, steps)
+    if alone and inputs_made_again(steps):
         if mode.inputs_alone:
             return run_from_input(layer, x, [partial(_recorded, layer, step) for step in steps])
         first, *others = steps
@@ -76,6 +79,34 @@ def run_steps(layer: nn.Module, mode: Mode, steps: Sequence[Call | Generic]) -> 
         x, *more = _taken(layer, step, x)
         rest += more
     return [x, *rest]
+
+
+def last_is_joined(steps: Sequence[Call | Generic]) -> bool:
+    """Whether a layer's last step is an op that may save nothing: what it reads, the piece before it makes again."""
+    *_, piece, last = [None, *steps]
+    return isinstance(last, Call) and isinstance(piece, Generic) and not piece.saves_nothing
+
+
+def _joined(layer: nn.Module, steps: Sequence[Call | Generic]) -> Sequence[Call | Generic]:
+    """The same steps, the last two as one checkpoint where they can be: its replay ends before the op, which is not
+    called again."""
+    if not last_is_joined(steps):
+        return steps
+    *before, piece, op = steps
+    op = op._replace(x=op.x.new_empty(0))  # what the layer was called with is the first step's to keep
+    return [*before, piece._replace(function=partial(_followed, layer, piece.function, op))]
+
+
+def _followed(
+    layer: nn.Module, function: Callable[..., Any], op: Call, x: Tensor, *args: Any, **kwargs: Any
+) -> Sequence[Any]:
+    """What an op makes of what a function makes of x, and what that returns beside.
+
+    layer: for the checkpoint, which looks a few steps deep for the modules that it guards.
+    """
+    made = function(x, *args, **kwargs)
+    x, *more = (made,) if isinstance(made, Tensor) else made
+    return (op._replace(x=x).run(), *more)
 
 
 def inputs_made_again(steps: Sequence[Call | Generic]) -> int:

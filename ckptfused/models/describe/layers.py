@@ -67,12 +67,13 @@ def _bytes(model: nn.Module, one: InstalledLayer, counts: Counts) -> tuple[Bytes
     if x is None or outcome is PATCHED or is_flattened(layer) or (routed and isinstance(outcome, Reason)):
         return before, None
     if not isinstance(outcome, Reason):
-        fused = sum(cost.saved_bytes(spec, 1, EXAMPLE_TOKENS, x.size(-1), x.dtype) for spec in outcome.specs)
-        after = fused / EXAMPLE_TOKENS
+        fused = [cost.saved_bytes(spec, 1, EXAMPLE_TOKENS, x.size(-1), x.dtype) for spec in outcome.specs]
         if routed:
-            return before, _with_routing(one, outcome, x, after, counts)
-        again = outcome.made_again if _in_training(may_keep_input_alone, layer, x) else 0
-        return before, after + (outcome.generic - again) * each
+            return before, _with_routing(one, outcome, x, sum(fused) / EXAMPLE_TOKENS, counts)
+        again = 0
+        if _in_training(may_keep_input_alone, layer, x):
+            again, fused = outcome.made_again, fused[: len(fused) - outcome.joined]
+        return before, sum(fused) / EXAMPLE_TOKENS + (outcome.generic - again) * each
     # Of a class that was not read, x was guessed: wrongly, where its forward fails.
     return before, each if is_read else before and (lambda: None if before() is None else each)
 
