@@ -18,7 +18,7 @@ from ckptfused.layer.parts import Inputs, Parts, Reason
 from ckptfused.layer.projections import projection
 from ckptfused.layer.source import class_as_read, class_name, unread, vouch
 from ckptfused.layer.spec_text import Mode
-from ckptfused.models.steps import Fused, Generic, Steps, inputs_made_again, last_is_joined, run_steps
+from ckptfused.models.steps import Fused, Generic, Steps, inputs_made_again, joined_at_the_end, run_steps
 from ckptfused.ops.call import Call
 from ckptfused.spec import NORMS, BlockSpec
 from ckptfused.spec.checks import check_choice
@@ -130,7 +130,7 @@ class Family:
         why = dict.fromkeys(step.why for step in steps if isinstance(step, Generic))
         specs = tuple(BlockSpec.parse(step.text) for step in steps if isinstance(step, Call))
         again = inputs_made_again(steps) if mode.inputs_alone else 0
-        joined = mode.inputs_alone and last_is_joined(steps)
+        joined = mode.inputs_alone and joined_at_the_end(steps) is not None
         return Outcome(specs, len(steps) - len(specs), "; ".join(why), again, joined)
 
     def _calls(

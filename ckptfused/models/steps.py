@@ -22,6 +22,7 @@ from ckptfused.recompute.made_again import not_recorded
 from ckptfused.recompute.operations import can_be_recorded
 from ckptfused.recompute.per_thread_tensors import entered
 from ckptfused.spec import MOST_TEXTS, parse
+from ckptfused.state.containers import Unseen
 
 
 class Fused(NamedTuple):
@@ -81,32 +82,38 @@ def run_steps(layer: nn.Module, mode: Mode, steps: Sequence[Call | Generic]) -> 
     return [x, *rest]
 
 
-def last_is_joined(steps: Sequence[Call | Generic]) -> bool:
-    """Whether a layer's last step is an op that may save nothing: what it reads, the piece before it makes again."""
-    *_, piece, last = [None, *steps]
-    return isinstance(last, Call) and isinstance(piece, Generic) and not piece.saves_nothing
+def joined_at_the_end(steps: Sequence[Call | Generic]) -> tuple[Generic, Call] | None:
+    """The last two steps, if they are a checkpointed piece and an op that may save nothing: what it reads, the piece
+    makes again, and beside that it has weights alone: no masks or tables, as attention has, and no vectors that
+    modulate it."""
+    *_, piece, op = [None, *steps]
+    if not isinstance(op, Call) or not isinstance(piece, Generic) or piece.saves_nothing:
+        return None
+    half = parse(op.text).ffn if op.op == "ffn_block" else None
+    return None if half is None or half.modulated else (piece, op)
 
 
 def _joined(layer: nn.Module, steps: Sequence[Call | Generic]) -> Sequence[Call | Generic]:
     """The same steps, the last two as one checkpoint where they can be: its replay ends before the op, which is not
     called again."""
-    if not last_is_joined(steps):
+    pair = joined_at_the_end(steps)
+    if pair is None:
         return steps
-    *before, piece, op = steps
+    piece, op = pair
     op = op._replace(x=op.x.new_empty(0))  # what the layer was called with is the first step's to keep
-    return [*before, piece._replace(function=partial(_followed, layer, piece.function, op))]
+    return [*steps[:-2], piece._replace(function=partial(_followed, layer, piece.function, Unseen(op)))]
 
 
 def _followed(
-    layer: nn.Module, function: Callable[..., Any], op: Call, x: Tensor, *args: Any, **kwargs: Any
+    layer: nn.Module, function: Callable[..., Any], op: Unseen, x: Tensor, *args: Any, **kwargs: Any
 ) -> Sequence[Any]:
     """What an op makes of what a function makes of x, and what that returns beside.
 
-    layer: for the checkpoint, which looks a few steps deep for the modules that it guards.
+    layer: the checkpoint guards its weights, the op's among them.
     """
     made = function(x, *args, **kwargs)
     x, *more = (made,) if isinstance(made, Tensor) else made
-    return (op._replace(x=x).run(), *more)
+    return (op.held._replace(x=x).run(), *more)
 
 
 def inputs_made_again(steps: Sequence[Call | Generic]) -> int:

@@ -9,7 +9,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable
 from enum import Enum
 from numbers import Number
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -20,6 +20,12 @@ SHOWN = ("_parameters", "_buffers")
 # Subclasses may mean something else by their methods; what they hold is read and written past them.
 CONTAINERS: tuple[Any, ...] = (OrderedDict, dict, list, set, deque)
 _PLAIN_CONTAINERS = frozenset(CONTAINERS)
+
+
+class Unseen(NamedTuple):
+    """Holds what is looked after otherwise: `reach` finds nothing in it."""
+
+    held: Any
 
 
 class _Kinds(dict[type, bool]):

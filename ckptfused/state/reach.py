@@ -18,14 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ckptfused.state.containers import Unseen
 from ckptfused.state.generators import behind, is_generator, is_global
 
 DEPTH = 6  # steps at most from a function to a module: a closure's dict of objects with lists of layers takes 5
 WIDTH = 256  # values at most that are looked at in one container
 MOST_REACHED = 2000  # and in all: nearest first
 
+
 _NOTHING_INSIDE = frozenset(
     {
+        Unseen,
         *(type(None), bool, int, float, complex, str, bytes, type, types.ModuleType, types.BuiltinFunctionType),
         *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format),
     }

@@ -2197,9 +2197,16 @@ MUTANTS = (
     Mutant(
         "a weight of the piece before an op that is changed is read in backward",
         file="ckptfused/models/steps.py",
-        text="partial(_followed, layer, piece.function, op)",
-        defect="partial(_followed, None, piece.function, op)",
+        text="partial(_followed, layer, piece.function, Unseen(op))",
+        defect="partial(_followed, None, piece.function, Unseen(op))",
         test="tests/models/test_steps.py::test_what_was_changed_in_place_raises[second]",
+    ),
+    Mutant(
+        "weights of an op in the checkpoint of a piece are copied as if they were a closure's",
+        file="ckptfused/state/reach.py",
+        text="        Unseen,\n",
+        defect="",
+        test="tests/models/test_steps.py::test_frozen_weights_of_an_op_after_a_piece_are_not_copied",
     ),
     Mutant(
         "an op in the checkpoint of a piece holds what the layer was called with",

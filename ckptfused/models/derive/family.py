@@ -21,7 +21,7 @@ from ckptfused.models.derive.flash import packed, runs_flash
 from ckptfused.models.derive.rules.rotations import still_says_twice
 from ckptfused.models.family import FAMILIES, Family, Outcome, family_of, fused_call, register
 from ckptfused.models.hugging_face import collecting
-from ckptfused.models.steps import Generic, inputs_made_again, last_is_joined, run_steps
+from ckptfused.models.steps import Generic, inputs_made_again, joined_at_the_end, run_steps
 from ckptfused.ops.call import Call
 from ckptfused.spec import BlockSpec
 
@@ -110,7 +110,7 @@ class Derived(Family):
         specs = tuple(BlockSpec.parse(step.text) for step in steps if isinstance(step, Call))
         beside = [step.why for step in steps if isinstance(step, Generic) and not step.saves_nothing]
         again = inputs_made_again(steps) if mode.inputs_alone else 0
-        joined = mode.inputs_alone and last_is_joined(steps)
+        joined = mode.inputs_alone and joined_at_the_end(steps) is not None
         return Outcome(specs, len(beside), "".join(beside), again, joined)
 
 
