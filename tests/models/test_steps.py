@@ -167,6 +167,35 @@ def test_attention_that_cannot_be_made_again_keeps_its_input_alone() -> None:
     assert found == 2 * x.nbytes == said.after * x.shape[:2].numel()  # type: ignore[operator]
 
 
+class Modulated(nn.Module):
+    """What is no attention, and an FFN that vectors modulate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.GRU(WIDTH, WIDTH, batch_first=True)
+        self.second, self.third = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH, elementwise_affine=False)
+        self.up, self.down = nn.Linear(WIDTH, 48), nn.Linear(48, WIDTH)
+
+    def forward(self, x: Tensor, vectors: Tensor) -> Tensor:
+        shift, scale, gate = vectors.chunk(3, -1)
+        x = x + self.mix(self.second(x))[0]
+        return x + gate * self.down(nn.functional.gelu(self.up(self.third(x) * (1 + scale) + shift)))
+
+
+def test_hooks_around_a_layer_have_the_vectors_that_modulate_it() -> None:
+    """The op after the piece saves its own input and them."""
+    model = nn.ModuleList(Modulated() for _ in range(2))
+    ckptfused.convert(model)
+    x, given = tokens(), [torch.randn(2, 1, 3 * WIDTH, requires_grad=True) * 1]
+    own = given[0].nbytes // 3  # 1 + scale
+    assert saved_bytes(lambda: model[0](x, given[0]), model[0], given) == 2 * x.nbytes + own
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda t: t):
+        y = model[0](x, *given)
+    held = StorageWeakRef(given.pop().untyped_storage())
+    assert held.expired()
+    y.sum().backward()
+
+
 def test_frozen_weights_of_an_op_after_a_piece_are_not_copied() -> None:
     """The checkpoint copies tensors of closures until it has seen a call that leaves them alone."""
     layer: Any = made("second")[0]

@@ -2202,6 +2202,13 @@ MUTANTS = (
         test="tests/models/test_steps.py::test_what_was_changed_in_place_raises[second]",
     ),
     Mutant(
+        "vectors that modulate an op in the checkpoint of a piece are held past the hooks",
+        file="ckptfused/models/steps.py",
+        text="return None if half is None or half.modulated else (piece, op)",
+        defect="return None if half is None else (piece, op)",
+        test="tests/models/test_steps.py::test_hooks_around_a_layer_have_the_vectors_that_modulate_it",
+    ),
+    Mutant(
         "weights of an op in the checkpoint of a piece are copied as if they were a closure's",
         file="ckptfused/state/reach.py",
         text="        Unseen,\n",
