@@ -18,6 +18,7 @@ from ckptfused.models.experts.routing import routes_once, run_once
 from ckptfused.models.from_input import may_keep_input_alone, run_from_input
 from ckptfused.offload import follow
 from ckptfused.ops.call import Call
+from ckptfused.recompute.held import Held
 from ckptfused.recompute.made_again import not_recorded
 from ckptfused.recompute.operations import can_be_recorded
 from ckptfused.recompute.per_thread_tensors import entered
@@ -101,19 +102,24 @@ def _joined(layer: nn.Module, steps: Sequence[Call | Generic]) -> Sequence[Call 
         return steps
     piece, op = pair
     op = op._replace(x=op.x.new_empty(0))  # what the layer was called with is the first step's to keep
-    return [*steps[:-2], piece._replace(function=partial(_followed, layer, piece.function, Unseen(op)))]
+    guarded = [Held(t) for t in op.slots if t is not None and type(t) is not nn.Parameter]
+    return [*steps[:-2], piece._replace(function=partial(_followed, layer, piece.function, Unseen((op, guarded))))]
 
 
 def _followed(
-    layer: nn.Module, function: Callable[..., Any], op: Unseen, x: Tensor, *args: Any, **kwargs: Any
+    layer: nn.Module, function: Callable[..., Any], held: Unseen, x: Tensor, *args: Any, **kwargs: Any
 ) -> Sequence[Any]:
     """What an op makes of what a function makes of x, and what that returns beside.
 
-    layer: the checkpoint guards its weights, the op's among them.
+    layer: the checkpoint guards its parameters, the op's among them. held: the op, and what else it reads (weights in
+    few bits and what is stored beside, say), of which a replay **raises** what was changed in place.
     """
+    op, guarded = held.held
+    for one in guarded:
+        one.take()
     made = function(x, *args, **kwargs)
     x, *more = (made,) if isinstance(made, Tensor) else made
-    return (op.held._replace(x=x).run(), *more)
+    return (op._replace(x=x).run(), *more)
 
 
 def inputs_made_again(steps: Sequence[Call | Generic]) -> int:

@@ -167,6 +167,28 @@ def test_attention_that_cannot_be_made_again_keeps_its_input_alone() -> None:
     assert found == 2 * x.nbytes == said.after * x.shape[:2].numel()  # type: ignore[operator]
 
 
+@pytest.mark.parametrize("nested", [False, True])
+def test_changed_weights_in_few_bits_raise(nested: bool) -> None:
+    """Codes and all that is stored beside them, in the op after a piece, which autograd is not asked to save."""
+    bitsandbytes: Any = pytest.importorskip("bitsandbytes")
+    layer: Any = made("second")[0]
+    for name in ("up", "down"):
+        plain = getattr(layer, name)
+        options = {"compute_dtype": torch.float32, "compress_statistics": nested, "quant_type": "nf4"}
+        few = bitsandbytes.nn.Linear4bit(plain.in_features, plain.out_features, **options)
+        few.load_state_dict(plain.state_dict())
+        setattr(layer, name, few.to("cpu"))
+    ckptfused.convert(nn.ModuleList([layer]))
+    x = tokens()
+    states = [module.weight.quant_state for module in (layer.up, layer.down)]
+    inner = [t for state in states if nested for t in (state.state2.absmax, state.state2.code)]
+    for t in (layer.up.weight, layer.down.weight, *(state.absmax for state in states), *inner):
+        y = layer(x)
+        t.zero_()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+
 class Modulated(nn.Module):
     """What is no attention, and an FFN that vectors modulate."""
 

@@ -2197,8 +2197,8 @@ MUTANTS = (
     Mutant(
         "a weight of the piece before an op that is changed is read in backward",
         file="ckptfused/models/steps.py",
-        text="partial(_followed, layer, piece.function, Unseen(op))",
-        defect="partial(_followed, None, piece.function, Unseen(op))",
+        text="partial(_followed, layer, piece.function, Unseen((op, guarded)))",
+        defect="partial(_followed, None, piece.function, Unseen((op, guarded)))",
         test="tests/models/test_steps.py::test_what_was_changed_in_place_raises[second]",
     ),
     Mutant(
@@ -2207,6 +2207,13 @@ MUTANTS = (
         text="return None if half is None or half.modulated else (piece, op)",
         defect="return None if half is None else (piece, op)",
         test="tests/models/test_steps.py::test_hooks_around_a_layer_have_the_vectors_that_modulate_it",
+    ),
+    Mutant(
+        "weights in few bits of an op in the checkpoint of a piece that are changed are read in backward",
+        file="ckptfused/models/steps.py",
+        text="        one.take()\n",
+        defect="        pass\n",
+        test="tests/models/test_steps.py::test_changed_weights_in_few_bits_raise[False]",
     ),
     Mutant(
         "weights of an op in the checkpoint of a piece are copied as if they were a closure's",
