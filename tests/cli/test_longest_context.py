@@ -225,6 +225,24 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert "tokens of a sequence" in picture.read_text()
 
 
+@pytest.mark.slow
+def test_the_command_with_weights_in_four_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Longer sequences fit than beside weights of bfloat16; each row is a step of such a model."""
+    pytest.importorskip("bitsandbytes")
+    path, config = tmp_path / "config.json", small("llama-3-8b", 3)
+    path.write_text(json.dumps(config))
+    found = []
+    for option in ([], ["--load-in-4bit"]):
+        command = ["context", "--config", str(path), "--memory", "16MiB", "--lora", "4", "--step", "256", "--json"]
+        assert main([*command, *option]) == 0
+        found.append(json.loads(capsys.readouterr().out)["variants"])
+    assert all(found[1][name]["tokens"] >= row["tokens"] for name, row in found[0].items())
+    row = found[1][LEAST]
+    assert row["tokens"] > found[0][LEAST]["tokens"]
+    model = build_language_model(config, LEAST, torch.bfloat16, 4, four_bit=True)
+    assert row["peak"] == language_step(model, row["tokens"]).peak <= 16 << 20
+
+
 def test_the_shortest_that_is_tried_may_be_too_long() -> None:
     def step_of(tokens: int) -> Any:
         raise ValueError("no row 255 in a table of 128")

@@ -44,6 +44,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4-moe": ("Glm4Moe", {**GROUPS, "n_group": 1}),
     "granite-moe": ("GraniteMoe", LOCAL),
 }
+HAVE_AUX_LOSS = ("mixtral", "qwen3-moe", "olmoe", "gpt-oss", "granite-moe")
 runs_experts = since((5, 18), "experts say how they compute")
 IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")
 
@@ -94,11 +95,25 @@ def test_loss_and_gradients_are_those_of_the_model_unconverted(name: str, implem
     output, found = step(converted)
     assert calls["ours"] == len(modules)
     torch.testing.assert_close(output.loss, expected.loss)
-    if (aux := getattr(expected, "aux_loss", None)) is not None:
-        torch.testing.assert_close(output.aux_loss, aux)
+    assert (getattr(expected, "aux_loss", None) is not None) == (name in HAVE_AUX_LOSS)
+    if name in HAVE_AUX_LOSS:
+        torch.testing.assert_close(output.aux_loss, expected.aux_loss)
         for logits, plainly in zip(output.router_logits, expected.router_logits, strict=True):
             torch.testing.assert_close(logits, plainly, rtol=1e-4, atol=1e-5)
     assert_alike(found, gradients)
+
+
+@pytest.mark.parametrize("name", HAVE_AUX_LOSS)
+def test_gradients_of_the_auxiliary_loss_alone(name: str) -> None:
+    plain = build(name)
+    converted = copy.deepcopy(plain)
+    ckptfused.convert(converted)
+    ids, found = torch.arange(18).view(2, 9) % 7, []
+    for model in (converted, plain):
+        model(input_ids=ids, use_cache=False, output_router_logits=True).aux_loss.backward()
+        found.append({key: p.grad for key, p in model.named_parameters() if p.grad is not None and p.grad.any()})
+    assert sum("router" in key or "gate." in key for key in found[1]) >= 2
+    assert_alike(*found)
 
 
 def _called(model: nn.Module) -> Counter[str]:
@@ -132,7 +147,7 @@ def test_a_router_is_called_once_a_step(name: str) -> None:
     ckptfused.convert(model)
     calls = _router_calls(model)
     step(model)
-    assert calls and set(calls.values()) == {1}
+    assert list(calls.values()) == [1 for _ in routers(model)] and calls
 
 
 def _router_calls(model: nn.Module) -> Counter[nn.Module]:
@@ -157,7 +172,7 @@ def test_a_router_under_hugging_faces_checkpointing(name: str, reentrant: bool, 
         change(model)
     calls = _router_calls(model)
     found = step(model)[1]
-    assert calls and set(calls.values()) == {1}
+    assert list(calls.values()) == [1 for _ in routers(model)] and calls
     assert_alike(found, step(plain)[1])
 
 
@@ -171,6 +186,21 @@ def test_a_report_says_whose_replays_ask_routers_again(lengths: int | list[int] 
     calls = _router_calls(model)
     step(model)
     assert list(calls.values()) == [2 if place in again else 1 for place in range(2)]
+
+
+@runs_experts
+def test_bytes_of_a_layer_of_qwen3_30b_a3b() -> None:
+    """Its input of 4,096 bytes a token, and beside it at most 64."""
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=1000, hidden_size=2048, moe_intermediate_size=768, num_hidden_layers=1, num_attention_heads=32,
+        num_key_value_heads=4, head_dim=128, num_experts=128, num_experts_per_tok=8,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model: Any = transformers.Qwen3MoeForCausalLM(config).bfloat16().train()
+    model.set_experts_implementation("grouped_mm")
+    (layer,) = ckptfused.convert(model).layers
+    assert layer.path == "part" and layer.before > 102_000  # type: ignore[operator]
+    assert 2 * 2048 < layer.after <= 2 * 2048 + 64  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -193,6 +223,9 @@ def test_noise_that_a_replay_would_draw_anew_changes_no_gradient(name: str) -> N
         found.append(step(model)[1])
     assert_alike(found[1], found[0])
     _assert_equal(found[2], found[1])
+    ckptfused.convert(converted, keep="all")
+    noise[:] = [torch.Generator().manual_seed(7)]
+    _assert_equal(step(converted)[1], found[1])
 
 
 KEEPS = ("inputs", "mid", "attention+mid", "all")
@@ -269,7 +302,10 @@ def test_nan_in_a_row_of_a_routers_input(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss", "deepseek-v3"])
+@pytest.mark.parametrize(
+    "name",  # GraniteMoe's own forward fails with labels in older versions
+    [pytest.param(name, marks=runs_experts) if name == "granite-moe" else name for name in MODELS],
+)
 def test_bits_are_equal_for_every_keep(name: str, dtype: torch.dtype) -> None:
     model = build(name, **ONE_LAYER).to(dtype)
     found = []
