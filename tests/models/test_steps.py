@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -167,26 +167,51 @@ def test_attention_that_cannot_be_made_again_keeps_its_input_alone() -> None:
     assert found == 2 * x.nbytes == said.after * x.shape[:2].numel()  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("nested", [False, True])
-def test_changed_weights_in_few_bits_raise(nested: bool) -> None:
-    """Codes and all that is stored beside them, in the op after a piece, which autograd is not asked to save."""
+def in_four_bits(layer: Any, names: Iterable[str], nested: bool) -> list[Tensor]:
+    """Puts these projections into bitsandbytes' 4 bits, and returns their codes and all that is stored beside them."""
     bitsandbytes: Any = pytest.importorskip("bitsandbytes")
-    layer: Any = made("second")[0]
-    for name in ("up", "down"):
+    found = []
+    for name in names:
         plain = getattr(layer, name)
         options = {"compute_dtype": torch.float32, "compress_statistics": nested, "quant_type": "nf4"}
         few = bitsandbytes.nn.Linear4bit(plain.in_features, plain.out_features, **options)
         few.load_state_dict(plain.state_dict())
         setattr(layer, name, few.to("cpu"))
+        state = few.weight.quant_state
+        found += [few.weight, state.absmax, *([state.state2.absmax, state.state2.code] if nested else [])]
+    return found
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize(("name", "projections"), [("second", ("up", "down")), ("own", ("q", "k", "v", "o"))])
+def test_changed_weights_in_few_bits_raise(name: str, projections: tuple[str, ...], nested: bool) -> None:
+    """Codes and all that is stored beside them, of which autograd is not asked to save any: of the op after a piece,
+    and of attention that is made again."""
+    layer = made(name)[0]
+    stored = in_four_bits(layer, projections, nested)
     ckptfused.convert(nn.ModuleList([layer]))
     x = tokens()
-    states = [module.weight.quant_state for module in (layer.up, layer.down)]
-    inner = [t for state in states if nested for t in (state.state2.absmax, state.state2.code)]
-    for t in (layer.up.weight, layer.down.weight, *(state.absmax for state in states), *inner):
+    for t in stored:
         y = layer(x)
         t.zero_()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.sum().backward()
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_attention_in_four_bits_is_made_again(nested: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its codes are of a class of their own, on which no operation is recorded, and their memory is not."""
+    model, found = made("own"), []
+    stored = [t for layer in model for t in in_four_bits(layer, ("q", "k", "v", "o"), nested)]
+    ckptfused.convert(model)
+    x = tokens()
+    result(model)
+    assert saved_bytes(lambda: model[0](x), model[0], [x, *stored]) <= 4 * 4  # nested scales have an offset, a number
+    for kept in (False, True):
+        if kept:
+            monkeypatch.setattr(steps, "may_keep_input_alone", lambda layer, x: False)
+        found.append(result(model))
+    equal(*found)
 
 
 class Modulated(nn.Module):

@@ -2213,7 +2213,14 @@ MUTANTS = (
         file="ckptfused/models/steps.py",
         text="        one.take()\n",
         defect="        pass\n",
-        test="tests/models/test_steps.py::test_changed_weights_in_few_bits_raise[False]",
+        test="tests/models/test_steps.py::test_changed_weights_in_few_bits_raise[second-projections0-False]",
+    ),
+    Mutant(
+        "attention in four bits is kept whole where it could be made again",
+        file="ckptfused/models/steps.py",
+        text="    return t.as_subclass(Tensor) if of_a_library and",
+        defect="    return t.as_subclass(Tensor) if False and",
+        test="tests/models/test_steps.py::test_attention_in_four_bits_is_made_again[False]",
     ),
     Mutant(
         "weights of an op in the checkpoint of a piece are copied as if they were a closure's",
@@ -2232,7 +2239,7 @@ MUTANTS = (
     Mutant(
         "attention that is not recorded keeps all that its backward needs",
         file="ckptfused/models/steps.py",
-        text="    return all(t is None or can_be_recorded(t) for t in (*step.slots, *step.aux))",
+        text="    return all(t is None or can_be_recorded(_plain(t)) for t in (*step.slots, *step.aux))",
         defect="    return True",
         test="tests/models/test_steps.py::test_attention_that_cannot_be_made_again_keeps_its_input_alone",
     ),
