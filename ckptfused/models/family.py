@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +41,15 @@ class Outcome(NamedTuple):
     """The number of ops and pieces whose input is made again, where a call allows it."""
     joined: bool = False
     """Whether the last op saves nothing, where a call allows it."""
+
+    @classmethod
+    def of(cls, steps: Sequence[Call | Generic], mode: Mode) -> Outcome:
+        """That of a call which takes these steps."""
+        specs = tuple(BlockSpec.parse(step.text) for step in steps if isinstance(step, Call))
+        beside = [step.why for step in steps if isinstance(step, Generic) and not step.saves_nothing]
+        again = inputs_made_again(steps) if mode.inputs_alone else 0
+        joined = mode.inputs_alone and joined_at_the_end(steps) is not None
+        return cls(specs, len(beside), "; ".join(dict.fromkeys(beside)), again, joined)
 
     @property
     def path(self) -> str:
@@ -127,11 +136,7 @@ class Family:
         steps = self._calls(layer, mode, args, kwargs, sharded=True)
         if isinstance(steps, Reason):
             return steps
-        why = dict.fromkeys(step.why for step in steps if isinstance(step, Generic))
-        specs = tuple(BlockSpec.parse(step.text) for step in steps if isinstance(step, Call))
-        again = inputs_made_again(steps) if mode.inputs_alone else 0
-        joined = mode.inputs_alone and joined_at_the_end(steps) is not None
-        return Outcome(specs, len(steps) - len(specs), "; ".join(why), again, joined)
+        return Outcome.of(steps, mode)
 
     def _calls(
         self, layer: Any, mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any], sharded: bool = False

@@ -21,6 +21,7 @@ from ckptfused.models.derive.family import DERIVED
 from ckptfused.models.derive.recording.record import RAISED
 from ckptfused.models.describe.example import KnownTables, example, with_values
 from ckptfused.models.experts import install as experts
+from ckptfused.models.experts.read import has_experts
 from ckptfused.models.family import Family, Outcome
 from ckptfused.models.forward import ConvertedForward
 from ckptfused.models.heads import lm_heads, loss_forward
@@ -168,10 +169,10 @@ def _segments(found: list[Found], policy: CheckpointPolicy) -> tuple[list[Segmen
         alone = length == 1 and policy.segment_lengths is not None
         segments += [None if alone else Segment(names)] * length
     starts = dict.fromkeys(segment.names[0] for segment in segments if segment is not None)
-    joined = (layer for (_, layer, _), one in zip(found, segments, strict=True) if one is not None)
-    again = any(experts.is_experts(module) for layer in joined for module in layer.modules())
     said = f"segments, which save one input each, begin at {', '.join(starts)}"
-    return segments, (said + "; their replays ask the routers of experts again" * again,)
+    if any(segment is not None and has_experts(one[1]) for one, segment in zip(found, segments, strict=True)):
+        said += "; their replays ask the routers of experts again"
+    return segments, (said,)
 
 
 def _put_in(

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ckptfused.models.describe.counts import kind_of
-from ckptfused.models.experts.read import is_experts
+from ckptfused.models.experts.read import has_experts
 from ckptfused.models.install import InstalledLayer
 from ckptfused.models.layer_mode import LayerMode
 from ckptfused.models.policy import CheckpointPolicy
@@ -194,7 +194,7 @@ class ModeCosts:
             gradients = 0 if self._base.accumulated else profile.gradients
             spared = cost.saved - self._after_output(place, None, cost).saved
             unit = Unit(tuple(mode for _, mode in own), gradients, cost.saved, passing, spared)
-            joins = name not in self._installed or not any(map(is_experts, self._installed[name].layer.modules()))
+            joins = name not in self._installed or not has_experts(self._installed[name].layer)
             found.append(Layer(name, tuple(mode for mode, _ in own), unit, joins))
         return tuple(found)
 

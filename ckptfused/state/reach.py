@@ -25,7 +25,6 @@ DEPTH = 6  # steps at most from a function to a module: a closure's dict of obje
 WIDTH = 256  # values at most that are looked at in one container
 MOST_REACHED = 2000  # and in all: nearest first
 
-
 _NOTHING_INSIDE = frozenset(
     {
         Unseen,

@@ -2537,7 +2537,7 @@ MUTANTS = (
     Mutant(
         "a plan that joins layers with experts",
         file="ckptfused/planner/modes.py",
-        text="not any(map(is_experts, self._installed[name].layer.modules()))",
+        text="not has_experts(self._installed[name].layer)",
         defect="True",
         test="tests/planner/test_plan.py::test_no_plan_joins_layers_with_experts[0]",
     ),

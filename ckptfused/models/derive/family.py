@@ -21,9 +21,8 @@ from ckptfused.models.derive.flash import packed, runs_flash
 from ckptfused.models.derive.rules.rotations import still_says_twice
 from ckptfused.models.family import FAMILIES, Family, Outcome, family_of, fused_call, register
 from ckptfused.models.hugging_face import collecting
-from ckptfused.models.steps import Generic, inputs_made_again, joined_at_the_end, run_steps
+from ckptfused.models.steps import Generic, run_steps
 from ckptfused.ops.call import Call
-from ckptfused.spec import BlockSpec
 
 
 class Derived(Family):
@@ -107,11 +106,7 @@ class Derived(Family):
         if isinstance(found, Reason):
             return found
         _, steps = found
-        specs = tuple(BlockSpec.parse(step.text) for step in steps if isinstance(step, Call))
-        beside = [step.why for step in steps if isinstance(step, Generic) and not step.saves_nothing]
-        again = inputs_made_again(steps) if mode.inputs_alone else 0
-        joined = mode.inputs_alone and joined_at_the_end(steps) is not None
-        return Outcome(specs, len(beside), "".join(beside), again, joined)
+        return Outcome.of(steps, mode)
 
 
 _ASKED = Reason("attention weights or router logits are asked for", original=True)

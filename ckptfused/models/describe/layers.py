@@ -72,7 +72,7 @@ def _bytes(model: nn.Module, one: InstalledLayer, counts: Counts) -> tuple[Bytes
             return before, _with_routing(one, outcome, x, sum(fused) / EXAMPLE_TOKENS, counts)
         again = 0
         if _in_training(may_keep_input_alone, layer, x):
-            again, fused = outcome.made_again, fused[: len(fused) - outcome.joined]
+            again, fused = outcome.made_again, fused[:-1] if outcome.joined else fused
         return before, sum(fused) / EXAMPLE_TOKENS + (outcome.generic - again) * each
     # Of a class that was not read, x was guessed: wrongly, where its forward fails.
     return before, each if is_read else before and (lambda: None if before() is None else each)

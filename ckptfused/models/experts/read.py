@@ -48,6 +48,11 @@ def is_experts(module: nn.Module) -> bool:
     return is_expert_parallel(module) is not None and own_experts_forward(type(module)) is not None
 
 
+def has_experts(module: nn.Module) -> bool:
+    """Whether such a module is in a module, or is it."""
+    return any(map(is_experts, module.modules()))
+
+
 class Weights(NamedTuple):
     """The stacks of the first and the last product and their biases, as the op takes them."""
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ckptfused.layer.sdpa import under_foreign_mode
 from ckptfused.models.experts.adapters import wrapped
 from ckptfused.models.experts.install import is_converted, why_original
-from ckptfused.models.experts.read import is_experts
+from ckptfused.models.experts.read import has_experts, is_experts
 from ckptfused.models.experts.shared import forward_beside
 from ckptfused.models.from_input import may_keep_input_alone, run_from_input
 from ckptfused.ops.enclosing_checkpoint import within_a_checkpoint
@@ -57,7 +57,7 @@ def beside_experts(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
         if is_experts(wrapped(child)):
             continue
-        if any(map(is_experts, child.modules())):
+        if has_experts(child):
             yield from beside_experts(child)
         elif _projections_follow(child) or all(p.dim() < 2 for p in child.parameters()):
             yield child
