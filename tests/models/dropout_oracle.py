@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 from unittest import mock
 
@@ -18,11 +19,16 @@ from tests.models.zoo import Sites
 
 
 class RecordStates(TorchDispatchMode):
-    """The random state of every fused call, in order. A replay in backward has to draw from one of them."""
+    """The random state of every fused call, in order.
 
-    def __init__(self) -> None:
+    A backward asks for none, but that of each op after a checkpointed piece, which the piece's replay hands over.
+    """
+
+    def __init__(self, replayed: Sequence[int] = ()) -> None:
+        """replayed: the states, by place, that backward asks for, in order."""
         super().__init__()
         self.states: list[Tensor] = []
+        self._expected, self._replayed = [*replayed], list[int]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -30,8 +36,21 @@ class RecordStates(TorchDispatchMode):
             if graph_task() == -1:
                 self.states.append(result)
             else:
-                assert any(torch.equal(result, state) for state in self.states), "a replay draws anew"
+                self._replayed += [i for i, state in enumerate(self.states) if torch.equal(result, state)] or [-1]
         return result
+
+    def __exit__(self, kind: Any, *args: Any) -> None:
+        super().__exit__(kind, *args)
+        assert kind is not None or self._replayed == self._expected
+
+
+def replayed_states(layers: list[nn.Module], sites: Callable[[Any], Sites] | None, keep: str) -> list[int]:
+    """The states, by place, that a backward of layers asks for which are called one after the other: of a second op,
+    before which there is attention to an encoder, and of T5's, before which there is all of its attention."""
+    ops = [1 if sites is None else 1 + max(op for op, _ in sites(layer)) for layer in layers]
+    after_a_piece = [count > 1 or type(layer).__name__ == "T5Block" for layer, count in zip(layers, ops, strict=True)]
+    found = [end - 1 for end, after in zip(accumulate(ops), after_a_piece, strict=True) if after]
+    return found[::-1] if keep == "inputs" else []
 
 
 @contextlib.contextmanager

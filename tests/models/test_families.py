@@ -24,7 +24,7 @@ from tests.models import (  # noqa: F401
     zoo_torch,
 )
 from tests.models.compare import close, no_worse, run
-from tests.models.dropout_oracle import RecordStates, with_masks
+from tests.models.dropout_oracle import RecordStates, replayed_states, with_masks
 from tests.models.zoo import ZOO, Specimen, randomize, set_dropout
 
 DRAWS = 4
@@ -113,7 +113,7 @@ def drops_as_its_own_layers_do(specimen: Specimen, keep: str) -> None:
     specimen.still(model)
     other = converted(model, specimen, keep)
     batch = specimen.batch()
-    with RecordStates() as record:
+    with RecordStates(replayed_states(specimen.layers(model), specimen.sites, keep)) as record:
         got = run(other, batch)
     with with_masks(specimen.layers(model), record.states, specimen.sites):
         want = run(model, batch)
@@ -139,9 +139,10 @@ def test_second_derivatives(name: str, p: float) -> None:
     model = build(specimen, p, "eager")
     specimen.still(model)
     batch = specimen.batch()
-    with RecordStates() as record:
+    replayed = replayed_states(specimen.layers(model), specimen.sites, "inputs") if p else []
+    with RecordStates(2 * replayed) as record:  # two backwards
         got = without_zero(penalty(converted(model, specimen), batch), specimen, 2e-5)
-    # One draw a call: the backward draws none.
+    # One draw a call: a backward draws none of its own.
     with with_masks(specimen.layers(model), record.states, specimen.sites) if p else contextlib.nullcontext():
         want = without_zero(penalty(model, batch), specimen, 2e-5)
     close(got, want, 2e-5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,9 +76,9 @@ def same(plain: Any, converted: Any, fused: int = 2, tokens: int = 9) -> None:
     close(got, step(plain, tokens), 1e-10)
 
 
-def draws_at(plain: Any, converted: Any, sites: Sites) -> None:
-    """The fused half's dropout has the masks of these sites of its op."""
-    with RecordStates() as recorded:
+def draws_at(plain: Any, converted: Any, sites: Sites, replayed: Sequence[int] = ()) -> None:
+    """The fused half's dropout has the masks of these sites of its op. replayed: as `RecordStates`."""
+    with RecordStates(replayed) as recorded:
         got = step(converted)
     with with_masks(list(plain.layers), recorded.states, lambda layer: sites):
         want = step(plain)
