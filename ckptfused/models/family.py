@@ -44,7 +44,7 @@ class Outcome(NamedTuple):
 
     @classmethod
     def of(cls, steps: Sequence[Call | Generic], mode: Mode) -> Outcome:
-        """That of a call which takes these steps."""
+        """What will become of a call that takes these steps."""
         specs = tuple(BlockSpec.parse(step.text) for step in steps if isinstance(step, Call))
         beside = [step.why for step in steps if isinstance(step, Generic) and not step.saves_nothing]
         again = inputs_made_again(steps) if mode.inputs_alone else 0
