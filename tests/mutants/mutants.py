@@ -2253,8 +2253,8 @@ MUTANTS = (
     Mutant(
         "attention runs a third time where what it made is made again",
         file="ckptfused/models/steps.py",
-        text="return _taken(layer, step._replace(text=_keeping_all(step.text)), x)",
-        defect="return _taken(layer, step, x)",
+        text="return _taken(layer, step._replace(text=_keeping_all(step.text), slots=slots), x)",
+        defect="return _taken(layer, step._replace(slots=slots), x)",
         test="tests/models/test_steps.py::test_products_of_a_step[own]",
     ),
     Mutant(
