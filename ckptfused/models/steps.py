@@ -11,8 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from ckptfused.checkpoint import checkpoint
-from ckptfused.checks import is_dtensor
-from ckptfused.compat.torch_distributed import is_partitioned
 from ckptfused.layer.parts import Inputs, Parts
 from ckptfused.layer.sdpa import same_sdpa, under_foreign_mode
 from ckptfused.layer.spec_text import Mode
@@ -139,14 +137,7 @@ def _is_recorded(step: Call | Generic) -> bool:
     """Whether a step is an attention half that can be made again."""
     if not isinstance(step, Call) or step.op != "attention_block":
         return False
-    return all(t is None or can_be_recorded(_plain(t)) for t in (*step.slots, *step.aux))
-
-
-def _plain(t: Tensor) -> Tensor:
-    """A frozen parameter of a library's class (bitsandbytes' codes) as a plain tensor over its memory: operations on
-    such are recorded. Not where DeepSpeed has it: its memory is elsewhere in backward."""
-    of_a_library = isinstance(t, nn.Parameter) and type(t) is not nn.Parameter and not is_dtensor(t)
-    return t.as_subclass(Tensor) if of_a_library and not (t.requires_grad or is_partitioned(t)) else t
+    return all(t is None or can_be_recorded(t) for t in (*step.slots, *step.aux))
 
 
 def _recorded(layer: nn.Module, step: Call | Generic, x: Tensor) -> Sequence[Any]:
@@ -155,8 +146,7 @@ def _recorded(layer: nn.Module, step: Call | Generic, x: Tensor) -> Sequence[Any
     if not isinstance(step, Call):
         return _taken(layer, step, x)
     if _is_recorded(step):
-        slots = [None if t is None else _plain(t) for t in step.slots]
-        return _taken(layer, step._replace(text=_keeping_all(step.text), slots=slots), x)
+        return _taken(layer, step._replace(text=_keeping_all(step.text)), x)
     with not_recorded():
         return _taken(layer, step, x)
 

@@ -20,8 +20,16 @@ from ckptfused.recompute.arguments import HeldArgs
 
 def is_plain_view(t: Tensor) -> bool:
     """Whether t is a view of a storage, and nothing else."""
-    ordinary = type(t) in (Tensor, nn.Parameter) and t.layout == torch.strided and not t.is_nested
-    return ordinary and not is_transformed(t)
+    return type(t) in (Tensor, nn.Parameter) and is_view_of_storage(t)
+
+
+def is_view_of_storage(t: Tensor) -> bool:
+    """Whether t is that for the dispatcher: plain, or a parameter of a class that Python alone knows (bitsandbytes'
+    codes)."""
+    plain = type(t) in (Tensor, nn.Parameter)
+    if not plain and not (isinstance(t, nn.Parameter) and type(t).__torch_dispatch__ is Tensor.__torch_dispatch__):
+        return False
+    return t.layout == torch.strided and not t.is_nested and not is_transformed(t)
 
 
 def clone(t: Tensor) -> Tensor:

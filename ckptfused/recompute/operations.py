@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ckptfused.compat.torch_dispatch import DispatchMode, schema_of, tensors_of
 from ckptfused.compat.torch_memory import storage_id
-from ckptfused.recompute.copy_on_write import is_plain_view, write_count
+from ckptfused.recompute.copy_on_write import is_view_of_storage, write_count
 
 OWN = ("ckptfused::attention_block_fwd", "ckptfused::ffn_block_fwd")
 """Ops of ours that are made again: pure, random states being among their arguments."""
@@ -211,8 +211,8 @@ class Operations(DispatchMode):
 
 
 def can_be_recorded(t: Tensor) -> bool:
-    """Whether operations on t are noted: not those on subclasses (bitsandbytes' weights)."""
-    return is_plain_view(t) and not t.is_complex()
+    """Whether operations on t are noted: not those on subclasses with a dispatch of their own."""
+    return is_view_of_storage(t) and not t.is_complex()
 
 
 def _layout(t: Tensor) -> Any:

@@ -2217,9 +2217,9 @@ MUTANTS = (
     ),
     Mutant(
         "attention in four bits is kept whole where it could be made again",
-        file="ckptfused/models/steps.py",
-        text="    return t.as_subclass(Tensor) if of_a_library and",
-        defect="    return t.as_subclass(Tensor) if False and",
+        file="ckptfused/recompute/operations.py",
+        text="    return is_view_of_storage(t) and",
+        defect="    return is_view_of_storage(t) and type(t) in (Tensor, torch.nn.Parameter) and",
         test="tests/models/test_steps.py::test_attention_in_four_bits_is_made_again[False]",
     ),
     Mutant(
@@ -2239,7 +2239,7 @@ MUTANTS = (
     Mutant(
         "attention that is not recorded keeps all that its backward needs",
         file="ckptfused/models/steps.py",
-        text="    return all(t is None or can_be_recorded(_plain(t)) for t in (*step.slots, *step.aux))",
+        text="    return all(t is None or can_be_recorded(t) for t in (*step.slots, *step.aux))",
         defect="    return True",
         test="tests/models/test_steps.py::test_attention_that_cannot_be_made_again_keeps_its_input_alone",
     ),
@@ -2253,8 +2253,8 @@ MUTANTS = (
     Mutant(
         "attention runs a third time where what it made is made again",
         file="ckptfused/models/steps.py",
-        text="return _taken(layer, step._replace(text=_keeping_all(step.text), slots=slots), x)",
-        defect="return _taken(layer, step._replace(slots=slots), x)",
+        text="return _taken(layer, step._replace(text=_keeping_all(step.text)), x)",
+        defect="return _taken(layer, step, x)",
         test="tests/models/test_steps.py::test_products_of_a_step[own]",
     ),
     Mutant(
