@@ -35,6 +35,8 @@ from ckptfused.compat.quantizers import (
     row_scales,
     runs_own_dequantize,
 )
+from ckptfused.compat.torch_autograd import saved_tensor_hooks
+from ckptfused.compat.torch_distributed import is_partitioned
 from ckptfused.cost.open_ledger import device_counted
 from ckptfused.layer.hooks import hooked
 from ckptfused.layer.parts import Reason, weight
@@ -265,11 +267,15 @@ _OF_TENSORS: dict[str, tuple[Callable[..., Weight], tuple[str, ...]]] = {
 
 
 def _to_be_saved(t: Tensor) -> Tensor:
-    """The tensor, or a second one over its memory where it was made in inference mode: autograd saves none of those."""
-    if torch.compiler.is_compiling() or not t.is_inference():
+    """The tensor, or a second one over its memory where it was made in inference mode: autograd saves none of those;
+    and where hooks take what is saved: bitsandbytes' codes move their state along when they are moved."""
+    if torch.compiler.is_compiling():
         return t
-    made = torch.empty(0, dtype=t.dtype, device=t.device)
-    return made.set_(t.untyped_storage(), t.storage_offset(), t.size(), t.stride())  # type: ignore[call-overload, no-any-return]
+    if t.is_inference():
+        made = torch.empty(0, dtype=t.dtype, device=t.device)
+        return made.set_(t.untyped_storage(), t.storage_offset(), t.size(), t.stride())  # type: ignore[call-overload, no-any-return]
+    as_it_is = type(t) in (Tensor, nn.Parameter) or saved_tensor_hooks() is None or is_partitioned(t)
+    return t if as_it_is else t.detach()
 
 
 def _another_type(name: str, own: torch.dtype, wanted: torch.dtype, how: str) -> Reason:

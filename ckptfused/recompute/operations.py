@@ -113,8 +113,8 @@ class Operations(DispatchMode):
 
     def place(self, t: Tensor) -> tuple[Made, tuple[int, ...]] | None:
         """Which operation's result t is, and by the end of which it has the values that it has now; None if no recorded
-        one made it."""
-        memory = self._memory.get(storage_id(t)) if can_be_recorded(t) else None
+        one made it, or it is there anyway, though an alias of it was made."""
+        memory = self._memory.get(storage_id(t)) if can_be_recorded(t) and self.number(t) is None else None
         made = None if memory is None else memory.layouts.get(_layout(t))
         if memory is None or made is None:
             return None

@@ -88,6 +88,43 @@ def test_what_was_saved_and_changed_in_place_raises() -> None:
         loss.backward()
 
 
+class _TimesWeight(torch.autograd.Function):
+    """x times a weight and the number that it carries; backward reads both from what was saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Any) -> Tensor:
+        ctx.save_for_backward(weight)
+        return x * weight * weight.scale  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        (weight,) = ctx.saved_tensors
+        return dy * weight * getattr(weight, "scale", 1.0), None
+
+
+class _ScaledNorm(nn.Module):
+    def __init__(self, kind: type[nn.Parameter]) -> None:
+        super().__init__()
+        self.weight: Any = kind(torch.ones(32), False)
+        self.weight.scale = 3.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.detach().sum()
+        return x + nn.functional.rms_norm(_TimesWeight.apply(x, self.weight), (32,))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kind", [nn.Parameter, type("Own", (nn.Parameter,), {})])
+def test_a_weight_of_which_an_alias_was_made_is_saved_as_itself(kind: type[nn.Parameter]) -> None:
+    found = []
+    for converted in (False, True):
+        model = build("mixtral", num_hidden_layers=1)
+        model.model.layers[0].post_attention_layernorm = _ScaledNorm(kind)
+        if converted:
+            ckptfused.convert(model)
+        found.append(step(model)[1])
+    assert_alike(*found)
+
+
 def _grads(loss: Tensor, weights: list[nn.Parameter], **options: Any) -> tuple[Tensor, ...]:
     return torch.autograd.grad(loss, weights, **options)
 

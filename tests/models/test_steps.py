@@ -217,11 +217,36 @@ def test_attention_in_four_bits_is_made_again(nested: bool, monkeypatch: pytest.
     x = tokens()
     result(model)
     assert saved_bytes(lambda: model[0](x), model[0], [x, *stored]) <= 4 * 4  # nested scales have an offset, a number
+    beside_its_result = Events(lambda: model[0](x)).live_bytes() - x.nbytes  # without the hooks that count
+    assert beside_its_result == torch.get_rng_state().nbytes
     for kept in (False, True):
         if kept:
             monkeypatch.setattr(steps, "may_keep_input_alone", lambda layer, x: False)
         found.append(result(model))
     equal(*found)
+
+
+@pytest.mark.parametrize("keep", ["inputs", "attention", "all"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_hooks_around_a_layer_in_four_bits_have_plain_tensors(nested: bool, keep: str) -> None:
+    """A move of codes of their own class, as `save_on_cpu` asks for, would take the state of the layer's along."""
+    layer, x, copies = made("own")[0], tokens(), []
+    stored = in_four_bits(layer, ("q", "k", "v", "o"), nested)
+    ckptfused.convert(nn.ModuleList([layer]), keep=keep)
+
+    def moved(t: Tensor) -> Tensor:
+        assert type(t) in (Tensor, nn.Parameter)
+        copies.append(t.to("cpu", copy=True))
+        return copies[-1]
+
+    with torch.autograd.graph.saved_tensors_hooks(moved, lambda t: t):
+        y = layer(x)
+    assert all(any(torch.equal(t, codes) for t in copies) for codes in stored)
+    y.sum().backward()
+    found = x.grad
+    x.grad = None
+    layer(x).sum().backward()
+    assert torch.equal(found, x.grad)  # type: ignore[arg-type]
 
 
 class Modulated(nn.Module):

@@ -2223,6 +2223,20 @@ MUTANTS = (
         test="tests/models/test_steps.py::test_attention_in_four_bits_is_made_again[False]",
     ),
     Mutant(
+        "hooks on saved tensors get codes of a class that moves its state along",
+        file="ckptfused/layer/quantized.py",
+        text="    return t if as_it_is else t.detach()\n",
+        defect="    return t\n",
+        test="tests/models/test_steps.py::test_hooks_around_a_layer_in_four_bits_have_plain_tensors[False-inputs]",
+    ),
+    Mutant(
+        "a weight is not saved where an alias of it was made",
+        file="ckptfused/recompute/operations.py",
+        text="if can_be_recorded(t) and self.number(t) is None else None",
+        defect="if can_be_recorded(t) else None",
+        test="tests/models/test_experts_saved.py::test_a_weight_of_which_an_alias_was_made_is_saved_as_itself[Parameter]",
+    ),
+    Mutant(
         "weights of an op in the checkpoint of a piece are copied as if they were a closure's",
         file="ckptfused/state/reach.py",
         text="        Unseen,\n",
