@@ -18,6 +18,7 @@ from ckptfused.ops.call import Call, SlotTensors
 from ckptfused.spec import COEFFICIENTS_SLOT, MOST_TEXTS, PARAM_SLOTS, shape_in
 
 _PLAIN = (Tensor, nn.Parameter)
+_OF_TENSORS, _OF_PARAMETERS = Tensor.__torch_function__.__func__, nn.Parameter.__torch_function__  # type: ignore[attr-defined]
 
 
 def build_call(layer: Parts | LayerFacts, inputs: Inputs, mode: Mode, sharded: bool = False) -> Call | Reason:
@@ -121,8 +122,10 @@ def _misfit(
     x: Tensor, slots: SlotTensors, text: str, width: int, names: Mapping[str, str], sharded: bool
 ) -> Reason | None:
     """The first tensor that does not fit op and input in shape, device, kind or type."""
-    if not torch.compiler.is_compiling() and _fit(text, width)(x, slots):
-        return None
+    if not torch.compiler.is_compiling():
+        kinds = {*map(type, slots)}
+        if _fit(text, width)(x, slots) and not any(map(_says_itself, kinds)):
+            return None
     dtype, device = x.dtype, x.device
     for tensor, slot in zip(slots, expected(text, width), strict=True):
         if tensor is None or slot is None:
@@ -145,12 +148,21 @@ def _misfit_of(x: Tensor, tensor: Tensor, kind: str, shape: tuple[int, ...], nam
         if kind == "stored":
             check_stored(name, tensor, shape[0], x)
             return None
+        if type(tensor) not in _PLAIN and _says_itself(type(tensor)):
+            return Reason(f"{name}: {type(tensor).__name__} says itself what is computed with it (__torch_function__)")
         check_param(name, tensor, shape, x)
         if kind == "projection" or (kind == "adapter" and tensor.dtype != torch.float32):
             check_dtype(name, tensor, x)
     except (TypeError, ValueError) as error:
         return Reason(str(error), error=type(error))
     return None
+
+
+@lru_cache(maxsize=MOST_TEXTS)
+def _says_itself(kind: type) -> bool:
+    """Whether a class itself says what functions make of its tensors."""
+    own = getattr(kind, "__torch_function__", _OF_PARAMETERS)
+    return getattr(own, "__func__", own) not in (_OF_TENSORS, _OF_PARAMETERS)
 
 
 def _name(slot: str, names: Mapping[str, str]) -> str:

@@ -103,8 +103,8 @@ def unseen_by_modes() -> AbstractContextManager[Any]:
 
 
 def storage_of(t: Tensor) -> int:
-    """What tells the memory of one plain tensor from another's; for others, what tells the tensors."""
-    return storage_id(t) if is_plain_view(t) else id(t)
+    """What tells the memory of one view of a storage from another's; for others, what tells the tensors."""
+    return storage_id(t) if is_view_of_storage(t) else id(t)
 
 
 def write_count(t: Tensor) -> int | None:

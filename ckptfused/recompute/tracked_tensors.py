@@ -16,7 +16,7 @@ from ckptfused.compat.pytree import tree_leaves
 from ckptfused.compat.torch_autograd import unversioned
 from ckptfused.compat.torch_dispatch import DispatchMode
 from ckptfused.compat.torch_memory import is_view
-from ckptfused.recompute.copy_on_write import is_plain_view, storage_of, unseen_by_modes
+from ckptfused.recompute.copy_on_write import is_plain_view, is_view_of_storage, storage_of, unseen_by_modes
 from ckptfused.recompute.copy_on_write import write_count as version_of
 
 # Up to this size a tensor is copied at each call: kernels may write it behind its version counter, as batch norm's do,
@@ -89,7 +89,7 @@ class TrackedTensor:
 
     def changed(self) -> bool:
         """Whether somebody else wrote to it since the forward; a small one's own values (DDP's broadcast) are none."""
-        if self.written or not is_plain_view(self.tensor):
+        if self.written or not is_view_of_storage(self.tensor):
             return False
         as_it_was = version_of(self.tensor) == self.version
         return not (as_it_was if self.found is None else _same_values(self.found, self.tensor, unknown=as_it_was))
@@ -275,7 +275,7 @@ class Reads(DispatchMode):
 
     def check(self, t: Tensor) -> None:
         """**Raises** `RuntimeError` for a tensor in one of the storages."""
-        what = self.storages.get(storage_of(t)) if is_plain_view(t) else None
+        what = self.storages.get(storage_of(t)) if is_view_of_storage(t) else None
         if what is not None:
             raise RuntimeError(f"ckptfused.checkpoint: {what}. The replay needs it as it was: change it after backward")
 

@@ -173,6 +173,34 @@ def test_attention_that_cannot_be_made_again_keeps_its_input_alone() -> None:
     assert found == 2 * x.nbytes == said.after * x.shape[:2].numel()  # type: ignore[operator]
 
 
+class Doubled(nn.Parameter):
+    """A weight of which `F.linear` makes twice as much."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            y = func(*args, **(kwargs or {}))
+            return 2 * y if func is nn.functional.linear else y
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_weight_that_says_what_is_computed_with_it(trained: bool) -> None:
+    """Its layer was read on copies of plain weights."""
+    model, found = made("own"), []
+    for layer in model:
+        layer.q.weight = Doubled(layer.q.weight.detach(), trained)  # type: ignore[union-attr]
+    for converted in (False, True):
+        if converted:
+            ckptfused.convert(model)
+        found.append(result(model))
+    equal(*found)
+    y = model[0](tokens())
+    with torch.no_grad():
+        model[0].q.weight.add_(1)  # type: ignore[union-attr]
+    with pytest.raises(RuntimeError, match="parameter 'q.weight' of Norms was changed in place"):
+        y.sum().backward()
+
+
 def in_four_bits(layer: Any, names: Iterable[str], nested: bool) -> list[Tensor]:
     """Puts these projections into bitsandbytes' 4 bits, and returns their codes and all that is stored beside them."""
     bitsandbytes: Any = pytest.importorskip("bitsandbytes")

@@ -126,5 +126,35 @@ def test_a_weight_of_another_kind() -> None:
     torch.testing.assert_close(module(x).a, want)
 
 
+class Doubled(nn.Parameter):
+    """A weight of which `F.linear` makes twice as much."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            y = func(*args, **(kwargs or {}))
+            return 2 * y if func is nn.functional.linear else y
+
+
+def test_a_weight_that_says_what_is_computed_with_it() -> None:
+    x, *modules = torch.randn(2, 5, C), ffn().eval(), ffn().eval()
+    modules[1].load_state_dict(modules[0].state_dict())
+    weight = modules[0].linear2.weight.detach()
+    for module, of_it in zip(modules, (Doubled(weight), nn.Parameter(2 * weight)), strict=True):
+        module.linear2.weight, module.linear2.bias = of_it, None
+    torch.testing.assert_close(modules[0](x), modules[1](x))
+    layers = [nn.TransformerEncoderLayer(C, H, 32, 0.0, batch_first=True).double() for _ in range(2)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    for layer in layers:
+        layer.linear1.weight = Doubled(layer.linear1.weight.detach())
+    ckptfused.convert(nn.ModuleList(layers[:1]))
+    found = [layer(x.double()) for layer in layers]
+    torch.testing.assert_close(*found)
+    for y in found:
+        y.square().mean().backward()
+    for a, b in zip(*(layer.parameters() for layer in layers), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
 def test_a_wide_head() -> None:
     assert "runs generically (heads are 264 wide, kernels reach 256)" in repr(FusedCheckpointBlock(264, 1))

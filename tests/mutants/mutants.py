@@ -2223,6 +2223,20 @@ MUTANTS = (
         test="tests/models/test_steps.py::test_attention_in_four_bits_is_made_again[False]",
     ),
     Mutant(
+        "a class that says what is computed with its weights is not asked",
+        file="ckptfused/layer/call.py",
+        text="and not any(map(_says_itself, kinds)):",
+        defect="and kinds:",
+        test="tests/models/test_steps.py::test_a_weight_that_says_what_is_computed_with_it[True]",
+    ),
+    Mutant(
+        "a weight of a class of its own that was changed is read in a replay",
+        file="ckptfused/recompute/tracked_tensors.py",
+        text="if self.written or not is_view_of_storage(self.tensor):",
+        defect="if self.written or not is_plain_view(self.tensor):",
+        test="tests/models/test_steps.py::test_a_weight_that_says_what_is_computed_with_it[True]",
+    ),
+    Mutant(
         "hooks on saved tensors get codes of a class that moves its state along",
         file="ckptfused/layer/quantized.py",
         text="    return t if as_it_is else t.detach()\n",
