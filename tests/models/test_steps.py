@@ -25,6 +25,7 @@ from ckptfused.models.family import EXAMPLE_TOKENS
 from tests.accounting import Events, saved_bytes
 from tests.models.compare import all_close, close, equal, gradients, train
 from tests.models.versions import since
+from tests.modules.test_generic_reason import Doubled
 
 WIDTH, TOKENS = 32, 11
 
@@ -171,16 +172,6 @@ def test_attention_that_cannot_be_made_again_keeps_its_input_alone() -> None:
     x, beside = tokens(), tokens()
     found = saved_bytes(lambda: called(layer, x, beside), layer, [beside])
     assert found == 2 * x.nbytes == said.after * x.shape[:2].numel()  # type: ignore[operator]
-
-
-class Doubled(nn.Parameter):
-    """A weight of which `F.linear` makes twice as much."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            y = func(*args, **(kwargs or {}))
-            return 2 * y if func is nn.functional.linear else y
 
 
 @pytest.mark.parametrize("trained", [True, False])
